@@ -1,0 +1,54 @@
+"""Shared fixtures: the authors' golden numbers, and torch.empty filled with NaN."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+GOLDEN = Path(__file__).parent / "golden"
+
+torch.set_num_threads(1)  # the tests run in parallel processes; two cores are shared by all of them
+
+
+def golden_cases(prefix: str) -> list[str]:
+    """Names of the golden cases that start with `prefix`."""
+    return sorted(p.stem for p in GOLDEN.glob(f"{prefix}*.json"))
+
+
+def load_golden(case: str) -> SimpleNamespace:
+    """One golden case: `.meta` (its json) and the tensors of each prefix, floats as float64.
+
+    `.weights`, `.inputs`, `.outputs` (float64 outputs of the authors' code), `.loss_weights`, `.grad_inputs`,
+    `.grad_weights`, `.extra`.
+    """
+    groups: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in load_file(GOLDEN / f"{case}.safetensors").items():
+        group, _, key = name.partition("/")
+        groups.setdefault(group, {})[key] = tensor.double() if tensor.is_floating_point() else tensor
+    known = {"w": "weights", "in": "inputs", "out64": "outputs", "loss_w": "loss_weights"} | {
+        "grad_in": "grad_inputs",
+        "grad_w": "grad_weights",
+    }
+    fields = {field: groups.pop(group, {}) for group, field in known.items()}
+    return SimpleNamespace(meta=json.loads((GOLDEN / f"{case}.json").read_text()), extra=groups, **fields)
+
+
+def assert_golden(actual: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
+    """float64 agreement with the authors' numbers at 1e-9 relative."""
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11, msg=lambda m: f"{what}: {m}")
+
+
+@pytest.fixture
+def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.empty and friends hold NaN, so an output nobody wrote is seen."""
+    for name in ("empty", "empty_like", "empty_strided"):
+        real = getattr(torch, name)
+
+        def poisoned(*args, real=real, **kwargs):
+            out = real(*args, **kwargs)
+            return out.fill_(float("nan")) if out.is_floating_point() else out
+
+        monkeypatch.setattr(torch, name, poisoned)

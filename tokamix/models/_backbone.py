@@ -1,0 +1,325 @@
+"""timm's contract, written once for the two shapes of network in this library.
+
+A `Pyramid` is a stem and stages that carry maps (B, H, W, C) of falling resolution; a `Column` is a stem and blocks that carry tokens (B, N, C)
+of one resolution. Both bring classifier, features, checkpointing and initialisation; a family adds its stem, its levels and its table of variants.
+"""
+
+from typing import Any
+
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import get_device_dtype, trunc_normal_
+from timm.models import checkpoint
+from torch import Tensor, nn
+
+from tokamix.layers import channels_first, map_to_tokens, tokens_to_map
+
+Indices = int | list[int] | tuple[int, ...] | None
+
+
+def image_cfg(**kwargs: Any) -> dict[str, Any]:
+    """A timm pretrained cfg with the defaults every model here shares."""
+    return {
+        "url": "",
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": None,
+        "crop_pct": 0.875,
+        "interpolation": "bicubic",
+        "fixed_input_size": False,
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "classifier": "head",
+        "license": "apache-2.0",
+        **kwargs,
+    }
+
+
+def take_indices(levels: int, indices: Indices) -> tuple[list[int], int]:
+    """The levels that `indices` names (None: all; n: the last n; a list: these), and the last of them."""
+    if indices is None:
+        indices = levels
+    if isinstance(indices, int):
+        if not 0 < indices <= levels:
+            raise ValueError(f"asked for the last {indices} features of a model that has {levels}")
+        indices = range(levels - indices, levels)  # type: ignore[assignment]
+    taken = [i + levels if i < 0 else i for i in indices]  # type: ignore[union-attr]
+    for i in taken:
+        if not 0 <= i < levels:
+            raise ValueError(f"feature index {i} is out of range: the model has {levels}, 0 to {levels - 1}")
+    return taken, max(taken)
+
+
+def check_images(x: Tensor, model: str, in_chans: int, min_side: int) -> None:
+    """Refuse images a model cannot take, with a sentence instead of a stack of shape errors.
+
+    Sizes are not checked while compiling or exporting (the check would specialise them); values only on the CPU, where looking costs no
+    synchronisation: on an accelerator NaN in means NaN out.
+    """
+    if x.ndim != 4 or x.shape[1] != in_chans:
+        raise ValueError(f"{model} needs images of shape (B, {in_chans}, H, W), got {tuple(x.shape)}")
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return
+    height, width = x.shape[-2:]
+    if min(height, width) < min_side:
+        raise ValueError(f"{model} needs sides of at least {min_side} px, got {height}x{width}; resize the image")
+    if x.device.type == "cpu" and not torch.isfinite(x).all():
+        raise ValueError(f"{model} was given an image with NaN or infinite values; check the loading and normalisation")
+
+
+class Backbone(nn.Module):
+    """What pyramids and columns share: the classifier and the initialisation.
+
+    Subclasses set `num_features`, `feature_info` and `in_chans`, build their layers and end their constructor with `self.init_weights(needs_reset=False)`.
+    """
+
+    min_side = 1
+    pools: tuple[str, ...] = ("avg", "")
+
+    def _build_head(
+        self, num_features: int, num_classes: int, global_pool: str, drop_rate: float, device: Any, dtype: Any
+    ) -> None:
+        self.num_features = self.head_hidden_size = num_features
+        self.grad_checkpointing = False
+        self.head_drop = nn.Dropout(drop_rate)
+        self._set_classifier(num_classes, global_pool, {"device": device, "dtype": dtype})
+
+    def _set_classifier(self, num_classes: int, global_pool: str | None, dd: dict[str, Any]) -> None:
+        if global_pool is not None:
+            if global_pool not in self.pools:
+                raise ValueError(
+                    f"{type(self).__name__} cannot pool by {global_pool!r}: choose one of {', '.join(map(repr, self.pools))}"
+                )
+            self.global_pool = global_pool
+        if not self.global_pool and num_classes > 0:
+            raise ValueError("a classifier needs pooled features: pass num_classes=0 together with global_pool=''")
+        self.num_classes = num_classes
+        self.head = nn.Linear(self.head_hidden_size, num_classes, **dd) if num_classes > 0 else nn.Identity()
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier; device, dtype and training mode stay."""
+        self._set_classifier(num_classes, global_pool, get_device_dtype(self))
+        if num_classes > 0:
+            self._init_module(self.head, needs_reset=False)
+        self.head.train(self.training)
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module:
+        """The classifier layer."""
+        return self.head
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute blocks in the backward pass instead of keeping their activations."""
+        self.grad_checkpointing = enable
+        for module in self.modules():
+            if isinstance(module, Stage):
+                module.grad_checkpointing = enable
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that are not decayed (1-D parameters and biases never are)."""
+        return set()
+
+    @torch.jit.ignore
+    def init_weights(self, needs_reset: bool = True) -> None:
+        """Initialise every parameter and derived buffer (after `to_empty` too)."""
+        for module in self.modules():
+            self._init_module(module, needs_reset)
+
+    def _init_module(self, module: nn.Module, needs_reset: bool) -> None:
+        if isinstance(module, nn.Linear):
+            trunc_normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif needs_reset and hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Everything before pooling."""
+        raise NotImplementedError
+
+    def pool(self, x: Tensor) -> Tensor:
+        """The output of forward_features, pooled to (B, C)."""
+        raise NotImplementedError
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Pool and classify the output of forward_features."""
+        x = self.head_drop(self.pool(x)) if self.global_pool else x
+        return x if pre_logits else self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (B, in_chans, H, W) -> logits (B, num_classes)."""
+        return self.forward_head(self.forward_features(x))
+
+    def _check(self, x: Tensor) -> None:
+        check_images(x, type(self).__name__, self.in_chans, self.min_side)
+
+
+class Stage(nn.Module):
+    """An optional reduction of the map, then blocks on its tokens; a block is called `block(x, grid)`."""
+
+    def __init__(self, blocks: list[nn.Module], downsample: nn.Module | None = None) -> None:
+        super().__init__()
+        self.downsample = downsample or nn.Identity()
+        self.blocks = nn.ModuleList(blocks)
+        self.grad_checkpointing = False
+
+    def run(self, block: nn.Module, *args: Any) -> Any:
+        """Call a block, checkpointed where that is switched on."""
+        if self.grad_checkpointing and self.training and not torch.jit.is_scripting():
+            return checkpoint(block, *args)
+        return block(*args)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, H, W, C) -> (B, H', W', C')."""
+        x, grid = map_to_tokens(self.downsample(x))
+        for block in self.blocks:
+            x = self.run(block, x, grid)
+        return tokens_to_map(x, grid)
+
+
+class Pyramid(Backbone):
+    """A stem (images -> map), `stages` (map -> map) and `norm` (the last map); maps are (B, H, W, C)."""
+
+    output_fmt = "NHWC"
+    stem: nn.Module
+    stages: nn.ModuleList
+    norm: nn.Module
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """timm's layer groups, for layer-wise learning rates."""
+        blocks = [(r"^stages\.(\d+)\.blocks\.(\d+)", None), (r"^stages\.(\d+)\.downsample", (0,)), (r"^norm", (99999,))]
+        return {"stem": r"^stem", "blocks": r"^stages\.(\d+)" if coarse else blocks}
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Images (B, in_chans, H, W) -> the last, normalised map (B, h, w, num_features)."""
+        self._check(x)
+        x = self.stem(x)
+        for stage in self.stages:
+            x = stage(x)
+        return self.norm(x)
+
+    def pool(self, x: Tensor) -> Tensor:
+        """Average over the map."""
+        return x.mean((1, 2))
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: Indices = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """Each stage's map; see timm. `norm` applies the final norm to the last stage's map, where it keeps the channel count."""
+        _check_output_fmt(output_fmt, ("NCHW", "NHWC"))
+        self._check(x)
+        taken, last = take_indices(len(self.stages), indices)
+        maps = []
+        x = self.stem(x)
+        for i, stage in enumerate(self.stages[: last + 1] if stop_early else self.stages):
+            x = stage(x)
+            if i in taken:
+                final = norm and i == len(self.feature_info) - 1
+                maps.append(self.norm(x) if final else x)
+        if output_fmt == "NCHW":
+            maps = [channels_first(m) for m in maps]
+        return maps if intermediates_only else (self.norm(x) if i == len(self.feature_info) - 1 else x, maps)
+
+    def prune_intermediate_layers(
+        self, indices: Indices = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drop the stages after the last one in `indices`, and the norm and classifier if asked to."""
+        taken, last = take_indices(len(self.stages), indices)
+        self.stages = self.stages[: last + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, "")
+        return taken
+
+
+class Column(Backbone):
+    """A stem (images -> map), `blocks` called `block(x, grid)` on its tokens (B, N, C), and `finish`, what follows them."""
+
+    output_fmt = "NLC"
+    stem: nn.Module
+    blocks: nn.ModuleList
+    norm: nn.Module
+    num_prefix_tokens = 0
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """timm's layer groups, for layer-wise learning rates."""
+        return {"stem": r"^stem|^pos_embed", "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
+
+    def embed(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """Images -> the tokens the first block gets, and their grid."""
+        return map_to_tokens(self.stem(x))
+
+    def finish(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        """What follows the last block; (B, N, C) -> (B, num_prefix_tokens + N, C)."""
+        return self.norm(x)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Images (B, in_chans, H, W) -> tokens (B, num_prefix_tokens + N, num_features)."""
+        self._check(x)
+        x, grid = self.embed(x)
+        for block in self.blocks:
+            x = self._run(block, x, grid)
+        return self.finish(x, grid)
+
+    def pool(self, x: Tensor) -> Tensor:
+        """The class token, or the average over the patch tokens."""
+        return x[:, 0] if self.global_pool == "token" else x[:, self.num_prefix_tokens :].mean(1)
+
+    def _run(self, block: nn.Module, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        if self.grad_checkpointing and self.training and not torch.jit.is_scripting():
+            return checkpoint(block, x, grid)
+        return block(x, grid)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: Indices = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        return_prefix_tokens: bool = False,
+    ) -> list[Any] | tuple[Tensor, list[Any]]:
+        """Each block's tokens as a map or as tokens; see timm. `norm` applies the final norm to each."""
+        _check_output_fmt(output_fmt, ("NCHW", "NHWC", "NLC"))
+        self._check(x)
+        taken, last = take_indices(len(self.blocks), indices)
+        maps = []
+        x, grid = self.embed(x)
+        for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
+            x = self._run(block, x, grid)
+            if i in taken:
+                maps.append(self.norm(x) if norm else x)
+        if output_fmt != "NLC":
+            maps = [tokens_to_map(m, grid) for m in maps]
+        if output_fmt == "NCHW":
+            maps = [channels_first(m) for m in maps]
+        return maps if intermediates_only else (self.finish(x, grid), maps)
+
+    def prune_intermediate_layers(
+        self, indices: Indices = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drop the blocks after the last one in `indices`, and the norm and classifier if asked to."""
+        taken, last = take_indices(len(self.blocks), indices)
+        self.blocks = self.blocks[: last + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, "")
+        return taken
+
+
+def _check_output_fmt(given: str, possible: tuple[str, ...]) -> None:
+    if given not in possible:
+        raise ValueError(f"output_fmt {given!r} is not possible here: choose one of {', '.join(possible)}")

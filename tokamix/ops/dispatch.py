@@ -1,0 +1,79 @@
+"""Which implementation of an operator runs, why, and how to force one.
+
+Every operator exists twice: a plain PyTorch reference ("eager") that runs on any device in any dtype, and Triton kernels ("triton").
+A caller forces one with the `backend` argument; `TOKAMIX_BACKEND` and `use_backend` force one for all operators;
+otherwise the kernels run wherever they can.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("eager", "triton")
+HAS_TRITON = find_spec("triton") is not None
+# Triton's interpreter runs kernels on CPU tensors: that is how they are tested without a GPU.
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+_log = logging.getLogger("tokamix")
+_forced = os.environ.get("TOKAMIX_BACKEND") or None
+
+
+@contextmanager
+def use_backend(backend: str | None) -> Iterator[None]:
+    """Force one backend for every operator called inside the `with` block (None: choose freely)."""
+    global _forced
+    before, _forced = _forced, _check(backend)
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def choose(op: str, *tensors: Tensor, backend: str | None = None, limit: str | None = None) -> str:
+    """Decide between "eager" and "triton" for a call of `op` on `tensors`.
+
+    Args:
+        op: the operator's name, for messages.
+        tensors: the inputs; their device and dtype decide whether the kernels can run.
+        backend: what the caller forces, if anything.
+        limit: why the operator's kernels cannot take this call ("head dim 300 is over 256"), None if they can.
+    """
+    wanted = _check(backend) or _check(_forced)
+    if wanted == "eager":
+        return "eager"
+    reason = why_not(*tensors) or limit
+    if reason is None:
+        return "triton"
+    if wanted == "triton":
+        raise RuntimeError(f"{op} cannot run on the triton backend: {reason}; use backend='eager' or leave it unset")
+    if not torch.compiler.is_compiling():
+        _log.debug("%s runs eagerly: %s", op, reason)
+    return "eager"
+
+
+def why_not(*tensors: Tensor) -> str | None:
+    """Why Triton kernels cannot take these tensors; None if they can."""
+    if not HAS_TRITON:
+        return "Triton is not installed"
+    if torch.compiler.is_exporting():
+        return "an exported graph must hold plain operators"
+    for t in tensors:
+        if not t.is_cuda and not (INTERPRET and t.device.type == "cpu"):
+            return f"tensors are on {t.device.type}, the kernels need CUDA"
+        if t.dtype not in KERNEL_DTYPES:
+            return f"{t.dtype} is not among float16, bfloat16 and float32"
+    return None
+
+
+def _check(backend: str | None) -> str | None:
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(
+            f"unknown backend {backend!r}: choose one of {', '.join(BACKENDS)} (argument, or TOKAMIX_BACKEND)"
+        )
+    return backend
