@@ -45,7 +45,14 @@ class MapBatchNorm(nn.BatchNorm2d):
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         out = F.batch_norm(
-            flat, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps
+            flat,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training,
+            self.momentum or 0.1,
+            self.eps,
         )
         return out.view(x.shape)
 

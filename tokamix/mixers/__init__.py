@@ -1,0 +1,1 @@
+"""Token mixers as modules, called `mixer(x, grid)` on tokens (B, N, C)."""

@@ -1,0 +1,1 @@
+"""Every backbone of the papers, registered with timm."""

@@ -1,7 +1,8 @@
 """timm's contract, written once for the two shapes of network in this library.
 
-A `Pyramid` is a stem and stages that carry maps (B, H, W, C) of falling resolution; a `Column` is a stem and blocks that carry tokens (B, N, C)
-of one resolution. Both bring classifier, features, checkpointing and initialisation; a family adds its stem, its levels and its table of variants.
+A `Pyramid` is a stem and stages that carry maps (B, H, W, C) of falling resolution; a `Column` is a stem and blocks
+that carry tokens (B, N, C) of one resolution. Both bring classifier, features, checkpointing and initialisation; a family
+adds its stem, its levels and its table of variants.
 """
 
 from typing import Any
@@ -53,8 +54,8 @@ def take_indices(levels: int, indices: Indices) -> tuple[list[int], int]:
 def check_images(x: Tensor, model: str, in_chans: int, min_side: int) -> None:
     """Refuse images a model cannot take, with a sentence instead of a stack of shape errors.
 
-    Sizes are not checked while compiling or exporting (the check would specialise them); values only on the CPU, where looking costs no
-    synchronisation: on an accelerator NaN in means NaN out.
+    Sizes are not checked while compiling or exporting (the check would specialise them); values only on the CPU, where
+    looking costs no synchronisation: on an accelerator NaN in means NaN out.
     """
     if x.ndim != 4 or x.shape[1] != in_chans:
         raise ValueError(f"{model} needs images of shape (B, {in_chans}, H, W), got {tuple(x.shape)}")
@@ -70,9 +71,13 @@ def check_images(x: Tensor, model: str, in_chans: int, min_side: int) -> None:
 class Backbone(nn.Module):
     """What pyramids and columns share: the classifier and the initialisation.
 
-    Subclasses set `num_features`, `feature_info` and `in_chans`, build their layers and end their constructor with `self.init_weights(needs_reset=False)`.
+    Subclasses set `in_chans` and `feature_info`, build their layers, call `_build_head` and end their constructor with
+    `self.init_weights(needs_reset=False)`.
     """
 
+    in_chans: int
+    feature_info: list[dict[str, Any]]
+    head: nn.Module
     min_side = 1
     pools: tuple[str, ...] = ("avg", "")
 
@@ -87,9 +92,8 @@ class Backbone(nn.Module):
     def _set_classifier(self, num_classes: int, global_pool: str | None, dd: dict[str, Any]) -> None:
         if global_pool is not None:
             if global_pool not in self.pools:
-                raise ValueError(
-                    f"{type(self).__name__} cannot pool by {global_pool!r}: choose one of {', '.join(map(repr, self.pools))}"
-                )
+                possible = ", ".join(map(repr, self.pools))
+                raise ValueError(f"{type(self).__name__} cannot pool by {global_pool!r}: choose one of {possible}")
             self.global_pool = global_pool
         if not self.global_pool and num_classes > 0:
             raise ValueError("a classifier needs pooled features: pass num_classes=0 together with global_pool=''")
@@ -132,8 +136,8 @@ class Backbone(nn.Module):
             trunc_normal_(module.weight, std=0.02)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif needs_reset and hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        elif needs_reset and callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Everything before pooling."""
@@ -214,7 +218,7 @@ class Pyramid(Backbone):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Each stage's map; see timm. `norm` applies the final norm to the last stage's map, where it keeps the channel count."""
+        """Each stage's map; see timm. `norm` applies the final norm, to the last stage's map alone."""
         _check_output_fmt(output_fmt, ("NCHW", "NHWC"))
         self._check(x)
         taken, last = take_indices(len(self.stages), indices)
@@ -243,7 +247,7 @@ class Pyramid(Backbone):
 
 
 class Column(Backbone):
-    """A stem (images -> map), `blocks` called `block(x, grid)` on its tokens (B, N, C), and `finish`, what follows them."""
+    """A stem (images -> map), `blocks` called `block(x, grid)` on its tokens (B, N, C), and `finish` after them."""
 
     output_fmt = "NLC"
     stem: nn.Module

@@ -1,8 +1,8 @@
 """Which implementation of an operator runs, why, and how to force one.
 
-Every operator exists twice: a plain PyTorch reference ("eager") that runs on any device in any dtype, and Triton kernels ("triton").
-A caller forces one with the `backend` argument; `TOKAMIX_BACKEND` and `use_backend` force one for all operators;
-otherwise the kernels run wherever they can.
+Every operator exists twice: a plain PyTorch reference ("eager") that runs on any device in any dtype, and Triton
+kernels ("triton"). A caller forces one with the `backend` argument; `TOKAMIX_BACKEND` and `use_backend` force one for all
+operators; otherwise the kernels run wherever they can.
 """
 
 import logging

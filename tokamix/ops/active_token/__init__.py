@@ -1,0 +1,1 @@
+"""ATMNet's operator: per-channel gather along one axis."""

@@ -1,0 +1,1 @@
+"""Context broadcasting: the average token added back."""

@@ -1,0 +1,1 @@
+"""SimA: l1-normalised attention without exp."""

@@ -1,0 +1,1 @@
+"""STViT's operators: sparse association of tokens with super tokens."""

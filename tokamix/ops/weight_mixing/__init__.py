@@ -1,0 +1,1 @@
+"""AMixer's operator: mixing weights composed from a bank."""
