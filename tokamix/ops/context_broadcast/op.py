@@ -1,13 +1,19 @@
-"""The public context broadcasting operator."""
+"""The public context broadcasting operator, and its registration with torch.library."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from . import reference
+from tokamix.ops import dispatch
+from tokamix.ops.context_broadcast import reference
 
 KINDS = ("cb", "gate", "hybrid")
 
 
-def broadcast_context(x: Tensor, scale: Tensor | None = None, kind: str = "cb") -> Tensor:
+def broadcast_context(
+    x: Tensor, scale: Tensor | None = None, kind: str = "cb", class_token: bool = True, backend: str | None = None
+) -> Tensor:
     """Context broadcasting: every token moves half way to the average token.
 
     Scratching Visual Transformer's Back with Uniform Attention, arXiv 2210.08457. The supplement's forms, with x_0 the
@@ -22,11 +28,55 @@ def broadcast_context(x: Tensor, scale: Tensor | None = None, kind: str = "cb") 
         x: tokens (B, N, C), the class token first where there is one.
         scale: (C,) per-channel weight of the mean (CB_S). The paper does not print its form; at 1 this one is CB.
         kind: one of "cb", "gate", "hybrid".
+        class_token: whether x begins with a class token; without one, "gate" and "hybrid" do not exist.
+        backend: force "eager" or "triton".
     """
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r} of context broadcasting: choose one of {', '.join(KINDS)}")
+    if kind != "cb" and not class_token:
+        raise ValueError(f"{kind!r} multiplies by the class token, and there is none: use kind='cb'")
     if x.ndim != 3:
         raise ValueError(f"broadcast_context needs tokens of shape (B, N, C), got {tuple(x.shape)}")
     if scale is not None and scale.shape != x.shape[-1:]:
         raise ValueError(f"scale must have one value per channel, ({x.shape[-1]},), got {tuple(scale.shape)}")
-    return reference.broadcast_context(x, scale, kind)
+    if kind == "gate":
+        return reference.gate(x)
+    # torch.compile fuses the sum and the addition with the residual around them, which a kernel of ours cannot
+    limit = "torch.compile fuses it with its neighbours" if torch.compiler.is_compiling() else None
+    if dispatch.choose("broadcast_context", x, backend=backend, limit=limit) == "triton":
+        broadcast = torch.ops.tokamix.broadcast_context(x, scale)
+    else:
+        broadcast = reference.broadcast_context(x, scale)
+    return x * x[:, :1] + broadcast if kind == "hybrid" else broadcast
+
+
+@torch.library.custom_op("tokamix::broadcast_context", mutates_args=())
+def _broadcast_context(x: Tensor, scale: Tensor | None) -> Tensor:
+    if dispatch.why_not(x) is None:
+        from tokamix.ops.context_broadcast import kernels
+
+        return kernels.broadcast_context(x, scale)
+    return reference.broadcast_context(x, scale).clone(memory_format=torch.contiguous_format)
+
+
+@_broadcast_context.register_fake
+def _(x: Tensor, scale: Tensor | None) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, scale = inputs
+    ctx.save_for_backward(x if scale is not None else None, scale)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    x, scale = ctx.saved_tensors
+    grad_scale = None
+    if scale is not None:
+        mean, total = x.float().mean(1), grad.float().sum(1)
+        grad_scale = ((mean * total).sum(0) / 2).to(scale.dtype)
+    # the map from x to its broadcast is symmetric, so its transpose is itself
+    return torch.ops.tokamix.broadcast_context(grad, scale), grad_scale
+
+
+_broadcast_context.register_autograd(_backward, setup_context=_setup_context)

@@ -4,13 +4,15 @@ import torch
 from torch import Tensor
 
 
-def broadcast_context(x: Tensor, scale: Tensor | None = None, kind: str = "cb") -> Tensor:
-    """Add the average token back to every token of x (B, N, C); see `tokamix.ops.broadcast_context`."""
-    if kind == "gate":
-        return x * (x[:, :1] + 1)
-    # the mean over many tokens is taken in float32: float16 sums overflow at a few thousand tokens
-    mean = x.mean(dim=1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+def broadcast_context(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """(x_i + scale * mean) / 2 for tokens x (B, N, C)."""
+    # in float16 the sum over a few thousand tokens overflows, so the mean is taken in float32
+    mean = x.mean(dim=1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     if scale is not None:
         mean = mean * scale
-    broadcast = (x + mean) / 2
-    return x * x[:, :1] + broadcast if kind == "hybrid" else broadcast
+    return (x + mean.to(x.dtype)) / 2
+
+
+def gate(x: Tensor) -> Tensor:
+    """x_i * (x_0 + 1), x_0 the class token."""
+    return x * (x[:, :1] + 1)

@@ -1,0 +1,32 @@
+# Every target sets up what it needs in .venv first; repeated calls do not reinstall.
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= python3
+READY := $(VENV)/.ready
+
+.PHONY: demo test check format clean
+
+demo: $(READY)
+	$(BIN)/tokamix demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --ignore-glob='*_kernels.py'
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 $(wildcard tests/ops/*_kernels.py)  # kernels, on the CPU
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV)
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	touch $@

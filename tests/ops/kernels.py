@@ -1,0 +1,52 @@
+"""How kernels are held against the references: forward and every gradient, one tolerance per dtype."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokamix.ops import dispatch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FLOAT32_TOLERANCE = 1e-5
+
+needs_triton = pytest.mark.skipif(
+    not (dispatch.HAS_TRITON and (dispatch.INTERPRET or torch.cuda.is_available())),
+    reason="kernels run on a GPU, or on the CPU with TRITON_INTERPRET=1 (make test does that)",
+)
+
+
+def relative_rmse(actual: Tensor, expected: Tensor) -> float:
+    """||actual - expected|| / ||expected||, in float64; infinite where anything is not finite."""
+    actual, expected = actual.double(), expected.double()
+    if not actual.isfinite().all():
+        return float("inf")
+    return ((actual - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+
+
+def assert_kernel_close(
+    op: Callable[..., Tensor], inputs: tuple[Tensor, ...], dtype: torch.dtype, **kwargs: object
+) -> None:
+    """The kernel's output and gradients against the float32 reference on the same (rounded) inputs.
+
+    float32: relative RMSE of at most 1e-5. Half precision: at most twice the error of plain PyTorch in that precision.
+    """
+    rounded = [t.to(DEVICE, dtype) for t in inputs]
+    exact = _run(op, [t.double() for t in rounded], backend="eager", **kwargs)
+    plain = _run(op, rounded, backend="eager", **kwargs)
+    kernel = _run(op, rounded, backend="triton", **kwargs)
+    for i, (e, p, k) in enumerate(zip(exact, plain, kernel, strict=True)):
+        what = "output" if i == 0 else f"gradient of input {i - 1}"
+        assert (k.shape, k.dtype) == (p.shape, p.dtype), what
+        error, rounding = relative_rmse(k, e), torch.finfo(dtype).eps / 4  # plain PyTorch may be exact by chance
+        bound = FLOAT32_TOLERANCE if dtype == torch.float32 else max(2 * relative_rmse(p, e), rounding)
+        assert error <= bound, f"{what}: relative RMSE {error:.2e}, allowed {bound:.2e}"
+
+
+def _run(op: Callable[..., Tensor], inputs: list[Tensor], **kwargs: object) -> list[Tensor]:
+    leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    out = op(*leaves, **kwargs)
+    generator = torch.Generator().manual_seed(1)
+    seed = torch.randn(out.shape, generator=generator).to(out.device, out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, seed)]

@@ -1,0 +1,33 @@
+"""The context broadcasting kernel against the float32 reference, under Triton's interpreter or on a GPU."""
+
+import pytest
+import torch
+
+from tests.ops.kernels import DEVICE, assert_kernel_close, needs_triton
+from tokamix.ops import broadcast_context
+
+pytestmark = needs_triton
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 7, 63), (1, 65, 33), (3, 197, 24)])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_against_reference(shape: tuple[int, int, int], dtype: torch.dtype, scaled: bool, poison_empty: None) -> None:
+    inputs = (torch.randn(shape),) + ((torch.randn(shape[-1]),) if scaled else ())
+    assert_kernel_close(broadcast_context, inputs, dtype)
+
+
+def test_non_contiguous(poison_empty: None) -> None:
+    x = torch.randn(2, 5, 9, device=DEVICE).transpose(1, 2)
+    got, expected = broadcast_context(x, backend="triton"), broadcast_context(x, backend="eager")
+    torch.testing.assert_close(got, expected)
+
+
+def test_large_values_in_float16(poison_empty: None) -> None:
+    x = torch.full((1, 300, 4), 1e4, dtype=torch.float16, device=DEVICE)
+    torch.testing.assert_close(broadcast_context(x, backend="triton"), x)
+
+
+def test_opcheck() -> None:
+    x = torch.randn(2, 6, 4, device=DEVICE, requires_grad=True)
+    torch.library.opcheck(torch.ops.tokamix.broadcast_context, (x, None))

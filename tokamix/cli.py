@@ -1,0 +1,133 @@
+"""The `tokamix` command."""
+
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+app = typer.Typer(
+    help="Vision token mixers from five papers, inside timm.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+console = Console()
+
+
+@app.command()
+def models(
+    pattern: Annotated[str, typer.Argument(help="a part of the name, or a shell pattern")] = "",
+    grid: Annotated[bool, typer.Option(help="also the comparison grid, bodies x mixers")] = False,
+) -> None:
+    """List the models: parameters, MACs at 224 px, paper, and the accuracy the paper prints."""
+    import timm
+
+    import tokamix
+    from tokamix.count import count_macs
+
+    names = tokamix.list_models(pattern)
+    if not (grid or pattern):
+        names = [name for name in names if not timm.models.model_entrypoint(name).__module__.endswith(".bodies")]
+    if not names:
+        console.print(f"no model matches {pattern!r}; `tokamix models` lists them all")
+        raise typer.Exit(1)
+    table = Table("model", box=None, header_style="bold")
+    for title in ("params (M)", "GMACs at 224", "top-1 printed"):
+        table.add_column(title, justify="right")
+    table.add_column("paper")
+    for name in track(names, "counting", console=console, transient=True):
+        model = tokamix.create_model(name, device="meta")
+        params = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        cfg = model.pretrained_cfg
+        top1 = next((n.removeprefix("top1=") for n in cfg.get("notes") or () if n.startswith("top1=")), "")
+        macs = count_macs(model, 224)
+        table.add_row(name, f"{params / 1e6:.2f}", f"{macs / 1e9:.2f}", top1, cfg.get("paper_name") or "")
+    console.print(table)
+
+
+@app.command()
+def info() -> None:
+    """Say what can run here, and why not."""
+    import torch
+
+    import tokamix
+    from tokamix.ops import dispatch
+
+    table = Table(box=None, show_header=False)
+    table.add_row("tokamix", f"{tokamix.__version__}, {len(tokamix.list_models())} models")
+    table.add_row("python", platform.python_version())
+    for package in ("torch", "torchvision", "timm"):
+        table.add_row(package, version(package))
+    if torch.cuda.is_available():
+        table.add_row("GPU", torch.cuda.get_device_name())
+    else:
+        built = torch.version.cuda or torch.version.hip
+        table.add_row("GPU", f"none: {'no device was found' if built else 'this torch is built for the CPU alone'}")
+    table.add_row("triton", version("triton") if dispatch.HAS_TRITON else "not installed: operators run eagerly")
+    probe = torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")
+    reason = dispatch.why_not(probe)
+    table.add_row("kernels", f"not used: {reason}" if reason else "used for float16, bfloat16 and float32")
+    for extra, packages in sorted(_extras().items()):
+        missing = [p for p in packages if not _installed(p)]
+        hint = f"missing {', '.join(missing)}: pip install 'tokamix\\[{extra}]'" if missing else "installed"
+        table.add_row(f"extra {extra}", hint)
+    console.print(table)
+
+
+@app.command()
+def demo(model: Annotated[str, typer.Option(help="which model to run")] = "stvit_small") -> None:
+    """List the models, then run one on a photo that ships with scikit-learn."""
+    models()
+    if find_spec("sklearn") is None:
+        console.print("the demo's photo comes with scikit-learn: pip install 'tokamix\\[demo]'")
+        raise typer.Exit(1)
+    import torch
+    from PIL import Image
+    from sklearn.datasets import load_sample_image
+    from timm.data import create_transform, resolve_model_data_config
+
+    import tokamix
+
+    network = tokamix.create_model(model).eval()
+    photo = Image.fromarray(load_sample_image("china.jpg"))
+    image = create_transform(**resolve_model_data_config(network))(photo)[None]
+    with torch.inference_mode():
+        start = time.perf_counter()
+        logits = network(image)
+        seconds = time.perf_counter() - start
+        maps = network.forward_intermediates(image, intermediates_only=True)
+    console.print(f"\n{model} on a photo of {photo.width}x{photo.height} px, resized to {tuple(image.shape[2:])}:")
+    for info, features in zip(network.feature_info, maps, strict=True):
+        console.print(f"  {info['module']:<10} stride {info['reduction']:>2}   features {tuple(features.shape)}")
+    console.print(
+        f"  logits {tuple(logits.shape)} in {seconds * 1e3:.0f} ms; the weights are random, nothing was downloaded"
+    )
+
+
+def _extras() -> dict[str, list[str]]:
+    """The packages of each extra, as declared by the distribution itself."""
+    extras: dict[str, list[str]] = {}
+    for line in requires("tokamix") or []:
+        requirement, _, marker = line.partition(";")
+        if "extra ==" in marker and "tokamix[" not in requirement:
+            extra = marker.split("extra ==")[1].strip(" '\"")
+            extras.setdefault(extra, []).append(requirement.split("=")[0].split(">")[0].strip())
+    return extras
+
+
+def _installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    app()
