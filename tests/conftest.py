@@ -41,6 +41,12 @@ def assert_golden(actual: torch.Tensor, expected: torch.Tensor, what: str = "") 
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11, msg=lambda m: f"{what}: {m}")
 
 
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Every test draws the same numbers each time, whatever ran before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.empty and friends hold NaN, so an output nobody wrote is seen."""

@@ -10,6 +10,8 @@ from tokamix.ops import dispatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOAT32_TOLERANCE = 1e-5
+# Triton's interpreter truncates to bfloat16 where a GPU rounds: twice the error for the same kernel
+TIMES_PLAIN = {torch.float16: 2, torch.bfloat16: 2 if DEVICE == "cuda" else 4}
 
 needs_triton = pytest.mark.skipif(
     not (dispatch.HAS_TRITON and (dispatch.INTERPRET or torch.cuda.is_available())),
@@ -39,8 +41,9 @@ def assert_kernel_close(
     for i, (e, p, k) in enumerate(zip(exact, plain, kernel, strict=True)):
         what = "output" if i == 0 else f"gradient of input {i - 1}"
         assert (k.shape, k.dtype) == (p.shape, p.dtype), what
-        error, rounding = relative_rmse(k, e), torch.finfo(dtype).eps / 4  # plain PyTorch may be exact by chance
-        bound = FLOAT32_TOLERANCE if dtype == torch.float32 else max(2 * relative_rmse(p, e), rounding)
+        error = relative_rmse(k, e)
+        half_ulp = torch.finfo(dtype).eps / 4  # plain PyTorch may be exact by chance
+        bound = TIMES_PLAIN[dtype] * max(relative_rmse(p, e), half_ulp) if dtype in TIMES_PLAIN else FLOAT32_TOLERANCE
         assert error <= bound, f"{what}: relative RMSE {error:.2e}, allowed {bound:.2e}"
 
 
