@@ -1,0 +1,288 @@
+"""timm's contract, over every registered name: what timm's own suite checks, and what it does not see."""
+
+import copy
+import functools
+import inspect
+import math
+from collections import Counter
+
+import pytest
+import timm
+import torch
+from timm.layers import DropPath
+from timm.models import get_pretrained_cfg, group_parameters, model_entrypoint, save_for_hf
+from torch import nn
+
+import tokamix
+
+# how many names each module registers: a family that silently loses its cfgs or its entries is noticed here
+REGISTERED = {"amixer": 4, "atmnet": 5, "sima": 15, "stvit": 3}
+NAMES = tokamix.list_models()
+SIZE, ODD_SIZE = 64, (72, 56)
+CLASSES = 7
+
+
+def family(name: str) -> str:
+    return model_entrypoint(name).__module__.rpartition(".")[2]
+
+
+@functools.cache
+def shrink(name: str) -> dict[str, object]:
+    """Keyword arguments that keep a model's widths and structure but only two blocks a stage, so that tests are quick."""
+    full = timm.create_model(name, device="meta")
+    if "depths" in inspect.signature(type(full)).parameters:
+        return {"depths": (2,) * len(full.stages)}
+    return {"depth": 2}
+
+
+def create(name: str, **kwargs: object) -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model(name, **{"num_classes": CLASSES, **shrink(name), **kwargs})
+
+
+@functools.lru_cache(maxsize=2)
+def _shared(name: str) -> nn.Module:
+    return create(name).eval()
+
+
+@pytest.fixture(scope="module", params=[pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in NAMES])
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def model(name: str) -> nn.Module:
+    """A small copy of the named model in eval mode; tests must not change it."""
+    return _shared(name)
+
+
+def images(*size: int, batch: int = 2, channels: int = 3) -> torch.Tensor:
+    height, width = (size * 2)[:2] if size else (SIZE, SIZE)
+    return torch.randn(batch, channels, height, width)
+
+
+def test_number_of_names() -> None:
+    assert Counter(family(name) for name in NAMES) == REGISTERED
+
+
+def test_names_do_not_collide_with_timm() -> None:
+    """A clash would only warn, and replace timm's model; timm's own files still hold theirs."""
+    import timm.models as timm_models
+
+    assert not [name for name in NAMES if callable(getattr(timm_models, name, None))]
+
+
+def test_cfg(name: str, model: nn.Module) -> None:
+    cfg = get_pretrained_cfg(name)
+    assert cfg is not None
+    assert cfg.architecture == name
+    assert cfg.paper_ids
+    assert cfg.paper_name
+    parameters = dict(model.named_parameters())
+    for layer in (cfg.first_conv, cfg.classifier):
+        assert f"{layer}.weight" in parameters, layer
+    assert model.num_classes == CLASSES
+    assert model.output_fmt in ("NHWC", "NLC")
+
+
+def test_forward(name: str, model: nn.Module) -> None:
+    for x in (images(), images(*ODD_SIZE), images(ODD_SIZE[0] + 5, SIZE + 3, batch=1)):
+        logits = model(x)
+        assert logits.shape == (len(x), CLASSES)
+        assert logits.isfinite().all()
+    x = images()
+    torch.testing.assert_close(
+        model(x)[:1], model(x[:1]), msg="an image's logits depend on its neighbours in the batch"
+    )
+    torch.testing.assert_close(model(x.contiguous(memory_format=torch.channels_last)), model(x))
+    features = model.forward_features(x)
+    assert features.shape[-1] == model.num_features
+    torch.testing.assert_close(model.forward_head(features), model(x))
+    assert model.forward_head(features, pre_logits=True).shape == (2, model.head_hidden_size)
+
+
+def test_classifier(name: str) -> None:
+    model = create(name).double().train()
+    for classes in (5, 0):
+        model.reset_classifier(classes)
+        assert model.num_classes == classes
+        assert all(p.dtype == torch.float64 for p in model.parameters())
+        assert all(m.training for m in model.modules())
+        out = model.eval()(images().double())
+        assert out.shape == (2, classes or model.head_hidden_size)
+        model.train()
+    assert isinstance(model.get_classifier(), nn.Identity)
+    unpooled = create(name, num_classes=0, global_pool="").eval()
+    x = images()
+    torch.testing.assert_close(unpooled(x), unpooled.forward_features(x))
+
+
+def test_in_chans(name: str) -> None:
+    model = create(name, in_chans=4).eval()
+    assert model(images(channels=4)).isfinite().all()
+    with pytest.raises(ValueError, match=r"images of shape \(B, 4, H, W\), got \(2, 3, 64, 64\)"):
+        model(images())
+
+
+def test_bad_images(name: str, model: nn.Module) -> None:
+    if model.min_side > 1:
+        with pytest.raises(ValueError, match=f"at least {model.min_side} px, got"):
+            model(images(model.min_side - 1, SIZE))
+    smallest = model(images(model.min_side, SIZE))
+    assert smallest.isfinite().all()
+    x = images()
+    x[0, 0, 0, 0] = math.nan
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        model(x)
+
+
+def test_features(name: str, model: nn.Module) -> None:
+    x = images(128, 96, batch=1)
+    extractor = create(name, features_only=True, num_classes=0).eval()
+    maps = extractor(x)
+    assert len(maps) == len(extractor.feature_info.channels())
+    for features, channels, reduction in zip(
+        maps, extractor.feature_info.channels(), extractor.feature_info.reduction(), strict=True
+    ):
+        assert features.shape == (1, channels, math.ceil(128 / reduction), math.ceil(96 / reduction))
+    modules = dict(model.named_modules())
+    assert all(info["module"] in modules for info in model.feature_info)
+    last = len(model.feature_info) - 1
+    picked = create(name, features_only=True, out_indices=(0, last)).eval()
+    torch.testing.assert_close(picked(x), [maps[0], maps[-1]] if len(maps) > 1 else maps)
+
+
+def test_intermediates(name: str, model: nn.Module) -> None:
+    x = images(batch=1)
+    final, maps = model.forward_intermediates(x)
+    torch.testing.assert_close(final, model.forward_features(x))
+    assert len(maps) == len(model.feature_info)
+    early = model.forward_intermediates(x, indices=[0], stop_early=True, intermediates_only=True)
+    torch.testing.assert_close(early, maps[:1])
+    nhwc = model.forward_intermediates(x, output_fmt="NHWC", intermediates_only=True)
+    torch.testing.assert_close([m.permute(0, 3, 1, 2) for m in nhwc], maps)
+    normed = model.forward_intermediates(x, indices=1, norm=True, intermediates_only=True)
+    assert normed[0].isfinite().all()
+    pruned = copy.deepcopy(model)
+    assert pruned.prune_intermediate_layers([0]) == [0]
+    assert sum(p.numel() for p in pruned.parameters()) < sum(p.numel() for p in model.parameters())
+    torch.testing.assert_close(pruned.forward_intermediates(x, indices=[0], intermediates_only=True), maps[:1])
+    for bad in ([99], 99):
+        with pytest.raises(ValueError, match="the model has|a model that has"):
+            model.forward_intermediates(x, indices=bad)
+    with pytest.raises(ValueError, match="output_fmt 'CHW' is not possible"):
+        model.forward_intermediates(x, output_fmt="CHW")
+
+
+def test_checkpointing_recomputes_and_gives_the_same_gradients(name: str) -> None:
+    model, x, calls = create(name).train(), images(), Counter()
+    level = model.stages[0].blocks[0] if hasattr(model, "stages") else model.blocks[0]
+    level.register_forward_hook(lambda *_: calls.update(["forward"]))
+
+    def gradients(enable: bool) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model.set_grad_checkpointing(enable)
+        calls.clear()
+        model(x).square().sum().backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    plain = gradients(False)
+    assert calls["forward"] == 1
+    checkpointed = gradients(True)
+    assert calls["forward"] == 2, "set_grad_checkpointing(True) did not recompute the block"
+    torch.testing.assert_close(checkpointed, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_every_parameter_learns(name: str) -> None:
+    model = create(name).train()
+    with torch.no_grad():  # offsets and layer scales start so small that their gradients drown; give all a value
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.05)
+    model(images()).square().sum().backward()
+    dead = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all() or not p.grad.any()]
+    assert not dead
+
+
+def test_drop_path(name: str) -> None:
+    rates = [m.drop_prob for m in create(name, drop_path_rate=0.3).modules() if isinstance(m, DropPath)]
+    assert max(rates) == pytest.approx(0.3)
+    assert not any(isinstance(m, DropPath) and m.drop_prob for m in create(name, drop_path_rate=0.0).modules())
+
+
+def test_parameter_groups(name: str, model: nn.Module) -> None:
+    parameters = {n for n, _ in model.named_parameters()}
+    for coarse in (False, True):
+        groups = group_parameters(model, model.group_matcher(coarse=coarse))
+        assert {n for group in groups.values() for n in group} == parameters
+        assert len(groups) > 1
+    assert set(model.no_weight_decay()) <= parameters
+
+
+def test_meta_construction_and_initialisation(name: str) -> None:
+    model = create(name, device="meta", dtype=torch.float64)
+    tensors = [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
+    assert all(t.device.type == "meta" and t.dtype == torch.float64 for t in tensors)
+    model = model.to_empty(device="cpu").eval()
+    with torch.no_grad():
+        for t in [*model.parameters(), *model.buffers()]:
+            t.fill_(math.nan if t.is_floating_point() else 10**6)
+    model.init_weights()
+    broken = [n for n, t in model.state_dict().items() if not t.isfinite().all()]
+    assert not broken
+    assert model(images().double()).isfinite().all()
+
+
+def test_hub_folder_round_trip(name: str, model: nn.Module, tmp_path) -> None:
+    save_for_hf(model, str(tmp_path), model_args=shrink(name))
+    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    x = images()
+    assert torch.equal(loaded(x), model(x))
+    other = create(name, num_classes=3)
+    report = tokamix.load_checkpoint(other, tmp_path)
+    assert report.fresh == ["head.weight", "head.bias"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(name: str, model: nn.Module, dtype: torch.dtype) -> None:
+    half = copy.deepcopy(model).to(dtype)
+    for scale in (1e-3, 1.0, 1e3):
+        assert half((images(batch=1) * scale).to(dtype)).isfinite().all(), scale
+
+
+def test_compile(name: str, model: nn.Module) -> None:
+    """One graph without a break, forward and backward, and at most one more for all other sizes."""
+    torch.compiler.reset()
+    graphs = Counter()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        graphs.update(["compiled"])
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    for size in ((64, 64), (96, 64), (80, 112), (128, 72)):
+        x = images(*size)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+    assert graphs["compiled"] <= 2
+
+
+def test_compiled_training_step(name: str) -> None:
+    torch.compiler.reset()
+    model = create(name)
+    x = images()
+    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        run.zero_grad()
+        run(x).square().sum().backward()
+        gradients = [p.grad.clone() for p in model.parameters()]
+        if run is model:
+            expected = gradients
+    torch.testing.assert_close(gradients, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_export(name: str, model: nn.Module) -> None:
+    """Exported once from an odd, non-native size, it is right at others."""
+    dynamic = torch.export.Dim.AUTO
+    program = torch.export.export(model, (images(96, 80),), dynamic_shapes=({0: dynamic, 2: dynamic, 3: dynamic},))
+    exported = program.module()
+    for x in (images(64, 64, batch=3), images(128, 72, batch=2), images(80, 112, batch=4)):
+        torch.testing.assert_close(exported(x), model(x), rtol=1e-4, atol=1e-5)
+    assert not [n for n in program.graph.nodes if "tokamix" in str(n.target)], "an exported graph holds plain operators"
