@@ -280,10 +280,10 @@ class Column(Backbone):
         """The class token, or the average over the patch tokens."""
         return x[:, 0] if self.global_pool == "token" else x[:, self.num_prefix_tokens :].mean(1)
 
-    def _run(self, block: nn.Module, x: Tensor, grid: tuple[int, int]) -> Tensor:
+    def _run(self, block: nn.Module, *args: Any) -> Tensor:
         if self.grad_checkpointing and self.training and not torch.jit.is_scripting():
-            return checkpoint(block, x, grid)
-        return block(x, grid)
+            return checkpoint(block, *args)
+        return block(*args)
 
     def forward_intermediates(
         self,
