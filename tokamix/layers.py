@@ -76,4 +76,5 @@ def tokens_to_map(x: Tensor, grid: tuple[int, int]) -> Tensor:
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """The dtype matrix products on x run in: autocast's where it is on, else x's own."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if enabled else x.dtype
