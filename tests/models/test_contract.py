@@ -28,7 +28,7 @@ def family(name: str) -> str:
 
 @functools.cache
 def shrink(name: str) -> dict[str, object]:
-    """Keyword arguments that keep a model's widths and structure but only two blocks a stage, so that tests are quick."""
+    """Keyword arguments that keep a model's widths and structure but only two blocks a stage, for quick tests."""
     full = timm.create_model(name, device="meta")
     if "depths" in inspect.signature(type(full)).parameters:
         return {"depths": (2,) * len(full.stages)}
@@ -168,7 +168,7 @@ def test_intermediates(name: str, model: nn.Module) -> None:
     assert sum(p.numel() for p in pruned.parameters()) < sum(p.numel() for p in model.parameters())
     torch.testing.assert_close(pruned.forward_intermediates(x, indices=[0], intermediates_only=True), maps[:1])
     for bad in ([99], 99):
-        with pytest.raises(ValueError, match="the model has|a model that has"):
+        with pytest.raises(ValueError, match=r"the model has|a model that has"):
             model.forward_intermediates(x, indices=bad)
     with pytest.raises(ValueError, match="output_fmt 'CHW' is not possible"):
         model.forward_intermediates(x, output_fmt="CHW")

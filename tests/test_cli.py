@@ -1,0 +1,32 @@
+"""The command line, as a user calls it."""
+
+import pytest
+from typer.testing import CliRunner
+
+from tokamix.cli import app
+
+
+def call(*args: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(args), env={"COLUMNS": "160"})
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_models() -> None:
+    out = call("models", "stvit")
+    row = next(line.split() for line in out.splitlines() if line.startswith("stvit_small"))
+    assert row[1:4] == ["25.50", "4.35", "83.6"]
+    assert "no model matches 'nothing-like-it'" in call("models", "nothing-like-it", code=1)
+
+
+def test_info() -> None:
+    out = call("info")
+    for word in ("tokamix", "torch", "GPU", "triton", "kernels", "extra demo"):
+        assert word in out
+
+
+def test_demo() -> None:
+    pytest.importorskip("sklearn")
+    out = call("demo", "--model", "xcit_nano_12_p16_sima")
+    assert "features (1, 128, 14, 14)" in out
+    assert "logits (1, 1000)" in out
