@@ -1,4 +1,4 @@
-"""Loading weights: envelopes, prefixes, foreign and broken files, other sizes (the authors' names: see the families)."""
+"""Loading weights: envelopes, prefixes, foreign and broken files, other sizes (authors' names: see the families)."""
 
 import argparse
 import logging

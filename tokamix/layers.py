@@ -1,9 +1,11 @@
 """Convolution and normalisation on token layout: channels last, no copy on the way in or out."""
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 
@@ -55,6 +57,120 @@ class MapBatchNorm(nn.BatchNorm2d):
             self.eps,
         )
         return out.view(x.shape)
+
+
+class ConvEmbed(nn.Module):
+    """A strided convolution and a LayerNorm: map (B, H, W, C) -> smaller map (B, h, w, dim)."""
+
+    def __init__(
+        self,
+        in_chans: int,
+        dim: int,
+        kernel_size: int,
+        stride: int,
+        padding: int = 0,
+        eps: float = 1e-5,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        dd = {"device": device, "dtype": dtype}
+        super().__init__()
+        self.proj = MapConv(in_chans, dim, kernel_size, stride, padding, **dd)
+        self.norm = nn.LayerNorm(dim, eps=eps, **dd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, H, W, in_chans) -> (B, h, w, dim)."""
+        return self.norm(self.proj(x))
+
+
+class ImageEmbed(ConvEmbed):
+    """ConvEmbed on images."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, in_chans, H, W) -> (B, h, w, dim)."""
+        return super().forward(channels_last(x).contiguous())
+
+
+class PositionTable(nn.Module):
+    """A learned vector for each token of a grid and for the prefix tokens before it, added to the tokens.
+
+    Other grids get the table resized. `grid` is the table's own.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        grid: tuple[int, int],
+        prefix: int = 0,
+        mode: str = "bilinear",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.grid, self.prefix, self.mode = grid, prefix, mode
+        self.table = nn.Parameter(torch.empty(1, prefix + grid[0] * grid[1], dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the table."""
+        trunc_normal_(self.table, std=0.02)
+
+    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Add the positions of `grid` (H, W) to tokens x (B, prefix + H*W, C)."""
+        # an exported graph serves all sizes, and resizing to the same one changes nothing
+        fits = grid == self.grid and not torch.compiler.is_exporting()
+        return x + (self.table if fits else self._resized(self.table, self.grid, grid))
+
+    def fit(self, table: Tensor) -> Tensor:
+        """A checkpoint's table (1, prefix + N, C) of a square grid, resized to this one's."""
+        if table.shape == self.table.shape:
+            return table
+        side = math.isqrt(table.shape[1] - self.prefix)
+        if side**2 + self.prefix != table.shape[1]:
+            raise ValueError(
+                f"a table of {table.shape[1]} positions, {self.prefix} of them before the grid, has no square grid;"
+                f" build the model for the checkpoint's image size and call set_input_size after loading"
+            )
+        return self._resized(table, (side, side), self.grid)
+
+    def set_grid(self, grid: tuple[int, int]) -> None:
+        """Resize the table itself."""
+        if grid != self.grid:
+            with torch.no_grad():
+                self.table = nn.Parameter(self._resized(self.table, self.grid, grid))
+            self.grid = grid
+
+    def _resized(self, table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+        positions = table[:, self.prefix :].unflatten(1, old).permute(0, 3, 1, 2)
+        wide = positions.to(torch.promote_types(table.dtype, torch.float32))
+        positions = channels_last(F.interpolate(wide, size=new, mode=self.mode)).flatten(1, 2).to(table.dtype)
+        return torch.cat([table[:, : self.prefix], positions], dim=1)
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """(B, N, C) -> (B, num_heads, N, C / num_heads)."""
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(B, H, N, D) -> (B, N, H * D)."""
+    return x.transpose(1, 2).flatten(2)
+
+
+class SoftmaxProduct(nn.Module):
+    """softmax(scale q k^T) v: what stands between the projections of an attention, and what a mixer can replace."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (B, H, Nq, D), k and v (B, H, Nk, D) -> (B, H, Nq, D)."""
+        return F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+
+    def extra_repr(self) -> str:
+        """The scale."""
+        return f"scale={self.scale:.4g}"
 
 
 def pad_to_multiple(x: Tensor, multiple: tuple[int, int]) -> Tensor:

@@ -161,11 +161,17 @@ class Backbone(nn.Module):
 
 
 class Stage(nn.Module):
-    """An optional reduction of the map, then blocks on its tokens; a block is called `block(x, grid)`."""
+    """An optional reduction of the map, optional positions, then blocks on its tokens.
 
-    def __init__(self, blocks: list[nn.Module], downsample: nn.Module | None = None) -> None:
+    A block is called `block(x, grid)`, and so are the positions.
+    """
+
+    def __init__(
+        self, blocks: list[nn.Module], downsample: nn.Module | None = None, pos_embed: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.downsample = downsample or nn.Identity()
+        self.pos_embed = pos_embed
         self.blocks = nn.ModuleList(blocks)
         self.grad_checkpointing = False
 
@@ -175,12 +181,50 @@ class Stage(nn.Module):
             return checkpoint(block, *args)
         return block(*args)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, H, W, C) -> (B, H', W', C')."""
+    def embed(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        """The reduced map's tokens as the first block gets them."""
+        return x if self.pos_embed is None else self.pos_embed(x, grid)
+
+    def tokens(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """Map (B, H, W, C) -> the tokens after the last block, and their grid."""
         x, grid = map_to_tokens(self.downsample(x))
+        x = self.embed(x, grid)
         for block in self.blocks:
             x = self.run(block, x, grid)
-        return tokens_to_map(x, grid)
+        return x, grid
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, H, W, C) -> (B, H', W', C')."""
+        return tokens_to_map(*self.tokens(x))
+
+
+class ClassTokenStage(Stage):
+    """A last stage whose blocks get a class token in front of the others."""
+
+    def __init__(
+        self,
+        dim: int,
+        blocks: list[nn.Module],
+        downsample: nn.Module | None = None,
+        pos_embed: nn.Module | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(blocks, downsample, pos_embed)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the class token."""
+        trunc_normal_(self.cls_token, std=0.02)
+
+    def embed(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Put the class token in front, then add the positions."""
+        return super().embed(torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1), grid)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:  # type: ignore[override]
+        """(B, H, W, C) -> tokens (B, 1 + H' * W', C') and their grid."""
+        return self.tokens(x)
 
 
 class Pyramid(Backbone):
@@ -194,7 +238,8 @@ class Pyramid(Backbone):
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """timm's layer groups, for layer-wise learning rates."""
-        blocks = [(r"^stages\.(\d+)\.blocks\.(\d+)", None), (r"^stages\.(\d+)\.downsample", (0,)), (r"^norm", (99999,))]
+        before = r"^stages\.(\d+)\.(?:downsample|pos_embed|cls_token)"
+        blocks = [(r"^stages\.(\d+)\.blocks\.(\d+)", None), (before, (0,)), (r"^norm", (99999,))]
         return {"stem": r"^stem", "blocks": r"^stages\.(\d+)" if coarse else blocks}
 
     def forward_features(self, x: Tensor) -> Tensor:
@@ -203,7 +248,15 @@ class Pyramid(Backbone):
         x = self.stem(x)
         for stage in self.stages:
             x = stage(x)
+        return self.finish(x)
+
+    def finish(self, x: Any) -> Tensor:
+        """What follows the last stage."""
         return self.norm(x)
+
+    def as_map(self, x: Any) -> Tensor:
+        """A stage's output as a map."""
+        return x
 
     def pool(self, x: Tensor) -> Tensor:
         """Average over the map."""
@@ -228,10 +281,10 @@ class Pyramid(Backbone):
             x = stage(x)
             if i in taken:
                 final = norm and i == len(self.feature_info) - 1
-                maps.append(self.norm(x) if final else x)
+                maps.append(self.norm(self.as_map(x)) if final else self.as_map(x))
         if output_fmt == "NCHW":
             maps = [channels_first(m) for m in maps]
-        return maps if intermediates_only else (self.norm(x) if i == len(self.feature_info) - 1 else x, maps)
+        return maps if intermediates_only else (self.finish(x) if i == len(self.feature_info) - 1 else x, maps)
 
     def prune_intermediate_layers(
         self, indices: Indices = 1, prune_norm: bool = False, prune_head: bool = True
@@ -244,6 +297,31 @@ class Pyramid(Backbone):
         if prune_head:
             self.reset_classifier(0, "")
         return taken
+
+
+class ClassTokenPyramid(Pyramid):
+    """A pyramid whose last stage is a `ClassTokenStage`: its features are tokens, the class token first."""
+
+    output_fmt = "NLC"
+    pools = ("token", "avg", "")
+    num_prefix_tokens = 1
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """The class token is not decayed."""
+        return {name for name, _ in self.named_parameters() if name.endswith("cls_token")}
+
+    def finish(self, x: Any) -> Tensor:
+        """Tokens and grid of the last stage -> normalised tokens (B, 1 + N, num_features)."""
+        return self.norm(x[0])
+
+    def as_map(self, x: Any) -> Tensor:
+        """A stage's output as a map, without the class token."""
+        return tokens_to_map(x[0][:, 1:], x[1]) if isinstance(x, tuple) else x
+
+    def pool(self, x: Tensor) -> Tensor:
+        """The class token, or the average over the patch tokens."""
+        return x[:, 0] if self.global_pool == "token" else x[:, 1:].mean(1)
 
 
 class Column(Backbone):
