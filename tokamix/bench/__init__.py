@@ -1,0 +1,1 @@
+"""Latency, throughput and memory, measured after a correctness check."""

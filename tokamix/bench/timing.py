@@ -1,0 +1,54 @@
+"""Timers: CUDA events on a GPU, a clock on the CPU; the median of many runs after a warm-up."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def median_ms(run: Callable[[], object], device: str, seconds: float = 1.0, graph: bool = False) -> float:
+    """Median milliseconds of `run()` over about `seconds`, after a warm-up; `graph` replays a CUDA graph of it."""
+    for _ in range(3):
+        run()
+    if device != "cuda":
+        return _median_on_cpu(run, seconds)
+    torch.cuda.synchronize()
+    if graph:
+        recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recorded):
+            run()
+        run = recorded.replay
+    estimate = _events_ms(run, 3) / 3
+    repeats = max(5, min(200, int(seconds * 1e3 / max(estimate, 1e-3))))
+    # short calls are timed in groups, so that the events' own cost does not count
+    group = max(1, int(0.2 / max(estimate, 1e-4)))
+    return statistics.median(_events_ms(run, group) / group for _ in range(repeats))
+
+
+def _events_ms(run: Callable[[], object], times: int) -> float:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(times):
+        run()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop)
+
+
+def _median_on_cpu(run: Callable[[], object], seconds: float) -> float:
+    times: list[float] = []
+    while len(times) < 5 or (sum(times) < seconds and len(times) < 200):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e3
+
+
+def peak_gb(run: Callable[[], object]) -> float:
+    """Peak GPU memory of one `run()` in GB (10^9 bytes), weights and inputs included."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 1e9
