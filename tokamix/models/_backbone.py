@@ -1,8 +1,9 @@
 """timm's contract, written once for the two shapes of network in this library.
 
 A `Pyramid` is a stem and stages that carry maps (B, H, W, C) of falling resolution; a `Column` is a stem and blocks
-that carry tokens (B, N, C) of one resolution. Both bring classifier, features, checkpointing and initialisation; a family
-adds its stem, its levels and its table of variants.
+that carry tokens (B, N, C) of one resolution; class tokens are there from the first block, in the last stage, or after
+the blocks. All bring classifier, features, checkpointing and initialisation; a family adds its stem, its levels and its
+table of variants.
 """
 
 from typing import Any
@@ -332,11 +333,12 @@ class Column(Backbone):
     blocks: nn.ModuleList
     norm: nn.Module
     num_prefix_tokens = 0
+    prefix_in_blocks = False  # whether `embed` already puts the prefix tokens in front, so that all blocks see them
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """timm's layer groups, for layer-wise learning rates."""
-        return {"stem": r"^stem|^pos_embed", "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
+        return {"stem": r"^stem|^pos_embed|^cls_token", "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
 
     def embed(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
         """Images -> the tokens the first block gets, and their grid."""
@@ -383,11 +385,14 @@ class Column(Backbone):
             x = self._run(block, x, grid)
             if i in taken:
                 maps.append(self.norm(x) if norm else x)
+        prefix = self.num_prefix_tokens if self.prefix_in_blocks else 0
+        prefixes, maps = [m[:, :prefix] for m in maps], [m[:, prefix:] for m in maps]
         if output_fmt != "NLC":
             maps = [tokens_to_map(m, grid) for m in maps]
         if output_fmt == "NCHW":
             maps = [channels_first(m) for m in maps]
-        return maps if intermediates_only else (self.finish(x, grid), maps)
+        features: list[Any] = list(zip(maps, prefixes, strict=True)) if return_prefix_tokens and prefix else maps
+        return features if intermediates_only else (self.finish(x, grid), features)
 
     def prune_intermediate_layers(
         self, indices: Indices = 1, prune_norm: bool = False, prune_head: bool = True
