@@ -1,0 +1,79 @@
+"""SimA attention in plain PyTorch.
+
+The norms are per channel, so they leave the products: with w = 1 / (|q| |k|), q^ k^ᵀ v = q (w ⊙ (kᵀ v)). No normalised
+copy of q or k is made, and w meets either a small matrix or one operand.
+"""
+
+import torch
+from torch import Tensor
+
+from tokamix.ops.dispatch import no_autocast
+
+
+def sima_attention(q: Tensor, k: Tensor, v: Tensor, norm: str | None, order: str, eps: float) -> Tensor:
+    """Attend from q (B, H, Nq, D) to k, v (B, H, Nk, D); see `tokamix.ops.sima_attention`."""
+    with no_autocast(q):
+        dtype = q.dtype
+        q, k, v = (_widen(x) for x in (q, k, v))
+        weight = channel_weight(q, k, norm, eps)  # (B, H, 1, D), float32 or wider
+        if order == "quadratic":
+            out = ((q * weight).to(q.dtype) @ k.mT) @ v
+        else:
+            mixing = (k.mT @ v) * weight.mT  # (B, H, D, D)
+            out = q @ mixing.to(q.dtype)
+        return out.to(dtype)
+
+
+def sima_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, norm: str | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `sima_attention` in the linear order, written out: what the kernels compute.
+
+    With M = w ⊙ (kᵀ v) and P = w ⊙ (qᵀ grad): dv = k P, and dq = grad Mᵀ, dk = v Pᵀ but for the norms, each of which
+    takes t = Σ M ⊙ P per channel off along its own gradient.
+    """
+    dtype = q.dtype
+    grad, q, k, v = (_widen(x) for x in (grad, q, k, v))
+    weight = channel_weight(q, k, norm, eps).mT
+    m, p = weight * (k.mT @ v), weight * (q.mT @ grad)  # (B, H, D, D)
+    t = (m * p).sum(-1).unsqueeze(-2) / weight.mT  # (B, H, 1, D)
+    dq, dk, dv = grad @ m.mT.to(q.dtype), v @ p.mT.to(q.dtype), k @ p.to(q.dtype)
+    dq, dk = (dx - t * _log_norm_slope(x, norm, eps) for dx, x in ((dq, q), (dk, k)))
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+def sima_class_attention(q: Tensor, k: Tensor, v: Tensor, norm: str | None, eps: float) -> Tensor:
+    """Attend from the first token alone; q, k, v (B, H, N, D) -> (B, H, 1, D)."""
+    with no_autocast(q):
+        dtype = q.dtype
+        q, k, v = (_widen(x) for x in (q, k, v))
+        weight = channel_weight(q, k, norm, eps)  # from all the queries, though only one attends
+        attention = (q[:, :, :1] * weight * k).sum(-1)  # (B, H, N)
+        return (attention.to(v.dtype).unsqueeze(-2) @ v).to(dtype)
+
+
+def channel_weight(q: Tensor, k: Tensor, norm: str | None, eps: float) -> Tensor:
+    """1 / (|q| |k|) per channel over the tokens, (B, H, 1, D), at least in float32."""
+    return _channel_norm(q, norm, eps).reciprocal() * _channel_norm(k, norm, eps).reciprocal()
+
+
+def _channel_norm(x: Tensor, norm: str | None, eps: float) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if norm is None:
+        return torch.ones((1, 1), dtype=wide, device=x.device)
+    power = 1 if norm == "l1" else 2
+    return torch.linalg.vector_norm(x, power, dim=-2, keepdim=True, dtype=wide).clamp_min(eps)
+
+
+def _widen(x: Tensor) -> Tensor:
+    """float16 computes in float32: kᵀ v passes its range, and 1 / |q| falls below it. bfloat16 has float32's range."""
+    return x.float() if x.dtype == torch.float16 else x
+
+
+def _log_norm_slope(x: Tensor, norm: str | None, eps: float) -> Tensor | float:
+    """The gradient of log |x| with respect to x; zero where the norm is eps."""
+    if norm is None:
+        return 0.0
+    size = _channel_norm(x, norm, eps)
+    slope = x.sign() / size if norm == "l1" else x / size**2
+    return slope * (size > eps)
