@@ -147,6 +147,13 @@ class PositionTable(nn.Module):
         return torch.cat([table[:, : self.prefix], positions], dim=1)
 
 
+def fit_positions(state_dict: dict[str, Tensor], model: nn.Module) -> None:
+    """Resize a checkpoint's tables of positions to those of `model`, in place."""
+    for name, module in model.named_modules():
+        if isinstance(module, PositionTable) and f"{name}.table" in state_dict:
+            state_dict[f"{name}.table"] = module.fit(state_dict[f"{name}.table"])
+
+
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """(B, N, C) -> (B, num_heads, N, C / num_heads)."""
     return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)

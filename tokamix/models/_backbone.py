@@ -6,6 +6,8 @@ the blocks. All bring classifier, features, checkpointing and initialisation; a 
 table of variants.
 """
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,6 +37,16 @@ def image_cfg(**kwargs: Any) -> dict[str, Any]:
         "license": "apache-2.0",
         **kwargs,
     }
+
+
+def rename(state_dict: dict[str, Tensor], rules: Sequence[tuple[str, Any]]) -> dict[str, Tensor]:
+    """A checkpoint under other names: each rule is a pattern and what `re.sub` puts in its place, applied in order."""
+    renamed = {}
+    for name, tensor in state_dict.items():
+        for pattern, replacement in rules:
+            name = re.sub(pattern, replacement, name)
+        renamed[name] = tensor
+    return renamed
 
 
 def take_indices(levels: int, indices: Indices) -> tuple[list[int], int]:
@@ -168,7 +180,7 @@ class Stage(nn.Module):
     """
 
     def __init__(
-        self, blocks: list[nn.Module], downsample: nn.Module | None = None, pos_embed: nn.Module | None = None
+        self, blocks: Sequence[nn.Module], downsample: nn.Module | None = None, pos_embed: nn.Module | None = None
     ) -> None:
         super().__init__()
         self.downsample = downsample or nn.Identity()
@@ -205,7 +217,7 @@ class ClassTokenStage(Stage):
     def __init__(
         self,
         dim: int,
-        blocks: list[nn.Module],
+        blocks: Sequence[nn.Module],
         downsample: nn.Module | None = None,
         pos_embed: nn.Module | None = None,
         device: Any = None,
