@@ -63,13 +63,13 @@ class FourierPositions(nn.Module):
 
     def forward(self, grid: Grid) -> Tensor:
         """Grid (H, W) -> encoding (1, H * W, dim)."""
-        height, width = (self._encode(n) for n in grid)  # (H, F), (W, F)
+        # at least float32: in half precision neighbouring positions would coincide
+        dtype = torch.promote_types(self.proj.weight.dtype, torch.float32)
+        height, width = (self._encode(n, dtype) for n in grid)  # (H, F), (W, F)
         both = torch.cat([height[:, None].expand(-1, grid[1], -1), width.expand(grid[0], -1, -1)], dim=-1)
         return self.proj(both[None].to(self.proj.weight.dtype)).flatten(1, 2)
 
-    def _encode(self, n: int) -> Tensor:
-        # at least float32: in half precision neighbouring positions would coincide
-        dtype = torch.promote_types(self.proj.weight.dtype, torch.float32)
+    def _encode(self, n: int, dtype: torch.dtype) -> Tensor:
         device = self.proj.weight.device
         position = torch.arange(1, n + 1, dtype=dtype, device=device) / (n + 1e-6) * (2 * math.pi)
         exponent = torch.arange(0, self.features, 2, dtype=dtype, device=device) / self.features
