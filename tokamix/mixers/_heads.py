@@ -1,0 +1,89 @@
+"""What mixers with queries, keys and values share: the projections, and the precision they are safe in."""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class HeadMixer(nn.Module):
+    """Projects tokens to queries, keys and values of each head, lets `attend` mix them, and projects back.
+
+    Args:
+        dim: channels C.
+        num_heads: heads, each with C / num_heads channels.
+        qkv_bias: whether the projection to queries, keys and values has a bias.
+        device: where the parameters live.
+        dtype: the parameters' dtype.
+    """
+
+    parts = 3  # query, key and value
+
+    def __init__(
+        self, dim: int, num_heads: int = 8, qkv_bias: bool = True, device: Any = None, dtype: Any = None
+    ) -> None:
+        dd = {"device": device, "dtype": dtype}
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"{dim} channels do not divide into {num_heads} heads; choose a divisor of {dim}")
+        self.num_heads, self.head_dim = num_heads, dim // num_heads
+        self.qkv = nn.Linear(dim, self.parts * dim, bias=qkv_bias, **dd)
+        self.proj = nn.Linear(dim, dim, **dd)
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Mix queries, keys and values (B, heads, N, D) of a `grid` (H, W) to (B, heads, N, D)."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Mix tokens x (B, H*W, C) of grid (H, W)."""
+        parts = self.qkv(x).unflatten(-1, (self.parts, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+        return self.proj(self.attend(*parts.unbind(0), grid=grid).transpose(1, 2).flatten(2))
+
+
+def full_precision(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Run a function of tensors in float32 at least, under autocast too, and give the first one's dtype back.
+
+    Sums over many tokens overflow in float16, and neither exponentials nor iterated inverses bear 8 bits of mantissa.
+    """
+
+    @functools.wraps(function)
+    def run(*tensors: Tensor, **options: Any) -> Tensor:
+        with no_autocast(tensors[0].device.type):
+            wide = [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+            return function(*wide, **options).to(tensors[0].dtype)
+
+    return run
+
+
+def no_autocast(device: str) -> AbstractContextManager[Any]:
+    """Autocast off, where it is on: a plain context otherwise, so that exported graphs hold no trace of it."""
+    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if enabled else nullcontext()
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, eps: float = 1e-6) -> Tensor:
+    """Attention whose weights are products of non-negative features, without the matrix of all pairs.
+
+    out_i = sum_j (q_i . k_j) v_j / sum_j (q_i . k_j), for features q, k (B, heads, N, F) and values v (B, heads, N, D).
+    A query that sees nothing gives zero.
+    """
+    total = q @ k.sum(-2).unsqueeze(-1)
+    return q @ (k.transpose(-2, -1) @ v) / total.clamp_min(eps)
+
+
+def segment_means(length: int, segments: int, like: Tensor) -> Tensor:
+    """The matrix (segments, length) whose row i averages the i-th of `segments` runs of nearly equal length.
+
+    Runs begin at floor(i * length / segments) and end before ceil((i + 1) * length / segments): where the number of
+    segments divides the length these are its equal parts; where there are fewer tokens than segments, tokens repeat.
+    Plain comparisons instead of adaptive pooling, whose exported form is tied to one length.
+    """
+    i = torch.arange(segments, device=like.device).unsqueeze(-1)
+    n = torch.arange(length, device=like.device)
+    start = torch.div(i * length, segments, rounding_mode="floor")
+    end = torch.div((i + 1) * length + segments - 1, segments, rounding_mode="floor")
+    weights = (n >= start).to(like.dtype) * (n < end).to(like.dtype)
+    return weights / weights.sum(-1, keepdim=True)

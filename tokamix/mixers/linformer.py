@@ -1,0 +1,71 @@
+"""Linformer: attention to a few learned combinations of the tokens."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import trunc_normal_
+from torch import Tensor, nn
+
+from tokamix.mixers._heads import HeadMixer
+
+
+def resize_projection(projection: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Resize projections (2, K, h, w) to another grid (H, W), bilinearly, as position tables are.
+
+    Values shrink as the tokens become more, so that sums over a picture stay what they were.
+    """
+    # also at its own size, where it changes nothing: a branch would tie exported graphs to one size
+    resized = F.interpolate(projection, grid, mode="bilinear")
+    return resized * (projection.shape[-2] * projection.shape[-1] / (grid[0] * grid[1]))
+
+
+class Linformer(HeadMixer):
+    """Attention whose keys and values are `projected` learned combinations of the tokens' own.
+
+    Linformer: Self-Attention with Linear Complexity, arXiv 2006.04768, with its headwise sharing: one projection of
+    the keys and one of the values for all heads. They belong to one number of tokens; here they are tables over the
+    grid, resized where an image has another. They start so that a combination of independent tokens is about as large
+    as a token.
+
+    Args:
+        dim: channels C.
+        num_heads: heads, each with C / num_heads channels.
+        grid: the grid (H, W) the projections are made for.
+        projected: how many keys and values are left, at most H * W.
+        qkv_bias: whether the projection to queries, keys and values has a bias.
+        device: where the parameters live.
+        dtype: the parameters' dtype.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        grid: tuple[int, int] = (14, 14),
+        projected: int = 49,
+        qkv_bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(dim, num_heads, qkv_bias, device, dtype)
+        rows = min(projected, grid[0] * grid[1])
+        self.projection = nn.Parameter(torch.empty(2, rows, *grid, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start with projections that keep the size of independent tokens."""
+        trunc_normal_(self.projection, std=(self.projection.shape[-2] * self.projection.shape[-1]) ** -0.5)
+
+    def set_grid(self, grid: tuple[int, int]) -> None:
+        """Make the projections for another grid, for good."""
+        self.projection = nn.Parameter(resize_projection(self.projection.detach(), grid), self.projection.requires_grad)
+
+    def fit(self, projection: Tensor) -> Tensor:
+        """A checkpoint's projections, resized to these."""
+        return resize_projection(projection, (self.projection.shape[-2], self.projection.shape[-1]))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Mix queries, keys and values (B, heads, N, D)."""
+        to_keys, to_values = resize_projection(self.projection, grid).flatten(-2).to(q.dtype)
+        return F.scaled_dot_product_attention(q, to_keys @ k, to_values @ v)

@@ -1,0 +1,151 @@
+"""Mixers by name: one line says how a mixer is built for a place in a body."""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from tokamix.mixers.active_token import ActiveTokenMixer
+from tokamix.mixers.cosformer import CosFormer
+from tokamix.mixers.efficient import EfficientAttention
+from tokamix.mixers.linformer import Linformer
+from tokamix.mixers.nystrom import Nystrom
+from tokamix.mixers.performer import Performer
+from tokamix.mixers.pooling import Identity, Pooling
+from tokamix.mixers.sima import SimA
+from tokamix.mixers.soft import SOFT
+from tokamix.mixers.softmax import SoftmaxAttention
+from tokamix.mixers.super_token import SuperTokenAttention
+from tokamix.mixers.weight_mixing import WeightMixing
+from tokamix.mixers.xca import XCA
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place for a mixer.
+
+    Attributes:
+        dim: channels of the tokens.
+        num_heads: heads the body gives to mixers that have heads.
+        grid: grid (H, W) of tokens at the body's image size, for mixers with parameters made for one grid.
+        stage: which stage of a pyramid, from 0; None in a column.
+        index: which block of the stage or column, from 0.
+    """
+
+    dim: int
+    num_heads: int
+    grid: tuple[int, int]
+    stage: int | None = None
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How a mixer is built, `build(site, **options)`, and the paper it comes from."""
+
+    build: Callable[..., nn.Module]
+    paper_ids: str = ""
+    paper_name: str = ""
+
+
+_entries: dict[str, Entry] = {}
+_watchers: list[Callable[[str], None]] = []
+
+
+def register_mixer(name: str, build: Callable[..., nn.Module], paper_ids: str = "", paper_name: str = "") -> None:
+    """Give a mixer a name, under which it stands in every body at once.
+
+    Args:
+        name: a new name, of which model names are made: letters, digits and underscores.
+        build: called `build(site, **options)`, where options are the user's, device and dtype; returns a module that is
+            called `mixer(x, grid)` on tokens x (B, H*W, C) and returns their like.
+        paper_ids: where the mixer was published, "arXiv:2206.08898".
+        paper_name: the paper's title.
+    """
+    if not name.isidentifier():
+        raise ValueError(f"{name!r} cannot be part of a model's name: use letters, digits and underscores")
+    if name in _entries:
+        raise ValueError(f"there is a mixer {name!r} already; choose another name")
+    _entries[name] = Entry(build, paper_ids, paper_name)
+    for watcher in _watchers:
+        watcher(name)
+
+
+def watch_mixers(watcher: Callable[[str], None]) -> None:
+    """Call `watcher` with the name of every mixer, those registered before and those to come."""
+    _watchers.append(watcher)
+    for name in _entries:
+        watcher(name)
+
+
+def list_mixers() -> list[str]:
+    """The names of all mixers."""
+    return list(_entries)
+
+
+def get_mixer(name: str) -> Entry:
+    """A mixer's entry; an unknown name is answered with the nearest known ones."""
+    if name not in _entries:
+        near = difflib.get_close_matches(name, _entries, n=3, cutoff=0.5)
+        hint = f"did you mean {', '.join(near)}?" if near else f"choose one of {', '.join(_entries)}"
+        raise ValueError(f"there is no mixer {name!r}; {hint}")
+    return _entries[name]
+
+
+def make_mixer(name: str, site: Site, **options: Any) -> nn.Module:
+    """Build the named mixer for a site."""
+    return get_mixer(name).build(site, **options)
+
+
+def _heads(mixer: type[nn.Module]) -> Callable[..., nn.Module]:
+    return lambda site, **options: mixer(site.dim, site.num_heads, **options)
+
+
+def _active_token(site: Site, **options: Any) -> nn.Module:
+    # channels that share an offset, as ATMNet has them: 2 at 64 channels, 4 at 128 and 320, 8 at 512
+    share = 2 if site.dim < 128 else 4 if site.dim < 512 else 8
+    return ActiveTokenMixer(site.dim, **{"share": share, **options})
+
+
+def _super_token(site: Site, **options: Any) -> nn.Module:
+    # STViT's cells in a pyramid; in a column 2, which leaves 7x7 super tokens of 14x14 tokens: with the 1 that STViT
+    # has at this stride super tokens would be softmax attention
+    cell = 2 if site.stage is None else (8, 4, 1, 1)[site.stage]
+    return SuperTokenAttention(site.dim, site.num_heads, **{"cell": cell, **options})
+
+
+def _weight_mixing(site: Site, **options: Any) -> nn.Module:
+    # AMixer's windows in a pyramid, every second block shifted where a window is not the whole map; in a column the
+    # whole grid, as AMixer-DeiT has it
+    windows: dict[str, Any] = {"window": site.grid}
+    if site.stage is not None:
+        side = (7, 7, 14, 7)[site.stage]
+        shift = side // 2 if site.index % 2 and min(site.grid) > side else 0
+        windows = {"window": (min(side, site.grid[0]), min(side, site.grid[1])), "partition": True, "shift": shift}
+    return WeightMixing(site.dim, num_heads=site.num_heads, **{**windows, **options})
+
+
+def _linformer(site: Site, **options: Any) -> nn.Module:
+    return Linformer(site.dim, site.num_heads, **{"grid": site.grid, **options})
+
+
+def _no_channels(mixer: type[nn.Module]) -> Callable[..., nn.Module]:
+    return lambda site, **options: mixer(**options)
+
+
+register_mixer("softmax", _heads(SoftmaxAttention), "arXiv:1706.03762", "Attention Is All You Need")
+register_mixer("xca", _heads(XCA), "arXiv:2106.09681", "XCiT: Cross-Covariance Image Transformers")
+register_mixer("sima", _heads(SimA), "arXiv:2206.08898", "SimA: Simple Softmax-free Attention for Vision Transformers")
+register_mixer("active_token", _active_token, "arXiv:2203.06108", "Active Token Mixer")
+register_mixer("super_token", _super_token, "arXiv:2211.11167", "Vision Transformer with Super Token Sampling")
+register_mixer("weight_mixing", _weight_mixing, "doi:10.1007/978-3-031-19803-8_4", "AMixer: Adaptive Weight Mixing")
+register_mixer("linformer", _linformer, "arXiv:2006.04768", "Linformer: Self-Attention with Linear Complexity")
+register_mixer("performer", _heads(Performer), "arXiv:2009.14794", "Rethinking Attention with Performers")
+register_mixer("nystrom", _heads(Nystrom), "arXiv:2102.03902", "Nyströmformer")
+register_mixer("soft", _heads(SOFT), "arXiv:2110.11945", "SOFT: Softmax-free Transformer with Linear Complexity")
+register_mixer("efficient", _heads(EfficientAttention), "arXiv:1812.01243", "Efficient Attention")
+register_mixer("cosformer", _heads(CosFormer), "arXiv:2202.08791", "cosFormer: Rethinking Softmax in Attention")
+register_mixer("pooling", _no_channels(Pooling), "arXiv:2111.11418", "MetaFormer Is Actually What You Need for Vision")
+register_mixer("identity", _no_channels(Identity), "arXiv:2210.13452", "MetaFormer Baselines for Vision")

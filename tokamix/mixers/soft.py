@@ -1,0 +1,97 @@
+"""SOFT: a Gaussian kernel instead of softmax, through landmarks."""
+
+from typing import Any
+
+from torch import Tensor
+
+from tokamix.mixers._heads import HeadMixer, full_precision, segment_means
+
+
+@full_precision
+def soft_attention(
+    q: Tensor, v: Tensor, grid: tuple[int, int], cells: int = 7, iterations: int = 20, normalize: bool = False
+) -> Tensor:
+    """Attention with weights exp(-|q_i - q_j|^2 / (2 sqrt(D))), approximated by the Nyström method.
+
+    P A^+ P^T v, where P holds the weights between tokens and landmarks and A those among the landmarks; a landmark is
+    the mean query of one of `cells` x `cells` parts of the grid.
+
+    Args:
+        q: queries, which are the keys too (B, heads, N, D).
+        v: values (B, heads, N, D).
+        grid: (H, W) with H * W = N.
+        cells: landmarks along each side.
+        iterations: Newton steps of the inverse.
+        normalize: divide by the square roots of A's row sums on both sides of its inverse.
+    """
+    q = q * q.shape[-1] ** -0.25
+    rows, columns = (segment_means(n, cells, like=q) for n in grid)
+    by_rows = rows @ q.unflatten(-2, grid).flatten(-2)  # (B, heads, cells, W*D)
+    landmarks = (columns @ by_rows.unflatten(-1, (grid[1], q.shape[-1]))).flatten(-3, -2)  # (B, heads, cells^2, D)
+    among = gaussian_kernel(landmarks, landmarks)
+    to_landmarks = gaussian_kernel(q, landmarks)  # (B, heads, N, cells^2)
+    inverse = newton_inverse(among, iterations)
+    if normalize:
+        scale = among.sum(-1).rsqrt()
+        inverse = scale.unsqueeze(-1) * inverse * scale.unsqueeze(-2)
+    return to_landmarks @ (inverse @ (to_landmarks.transpose(-2, -1) @ v))
+
+
+def gaussian_kernel(x: Tensor, y: Tensor) -> Tensor:
+    """exp(-|x_i - y_j|^2 / 2) of x (..., N, D) and y (..., M, D)."""
+    squares = x.square().sum(-1).unsqueeze(-1) + y.square().sum(-1).unsqueeze(-2)
+    distance = (squares - 2 * x @ y.transpose(-2, -1)).clamp_min(0)  # rounding can make it negative
+    return (distance / -2).exp()
+
+
+def newton_inverse(a: Tensor, iterations: int = 20) -> Tensor:
+    """The Moore-Penrose inverse of symmetric matrices a (..., M, M) by Newton's iteration x <- 2x - x a x.
+
+    Only the last step is differentiated: with the others held fixed its derivative is that of the inverse itself,
+    -x da x. It starts from a / |a|_1^2, which always converges; twice that, as in the paper, falls to zero where all
+    rows sum to the same (its authors' code halves it until a test passes, which no exported graph could do).
+    """
+    fixed = a.detach()
+    x = fixed / fixed.abs().sum(-2).amax(-1).square()[..., None, None]
+    for _ in range(iterations - 1):
+        x = 2 * x - x @ fixed @ x
+    return 2 * x - x @ a @ x
+
+
+class SOFT(HeadMixer):
+    """Softmax-free attention with a Gaussian kernel.
+
+    SOFT: Softmax-free Transformer with Linear Complexity, arXiv 2110.11945: queries are keys, landmarks are the
+    average pooling that the paper allows (its code has a convolution, tied to one grid). Sums are not normalised, so
+    the output grows with the number of tokens; `normalize` is the cure of its sequel, arXiv 2207.03341.
+
+    Args:
+        dim: channels C.
+        num_heads: heads, each with C / num_heads channels.
+        cells: landmarks along each side of the grid.
+        iterations: Newton steps of the inverse.
+        normalize: the sequel's symmetric normalisation.
+        qkv_bias: whether the projection to queries and values has a bias.
+        device: where the parameters live.
+        dtype: the parameters' dtype.
+    """
+
+    parts = 2  # query, which is the key too, and value
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        cells: int = 7,
+        iterations: int = 20,
+        normalize: bool = False,
+        qkv_bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(dim, num_heads, qkv_bias, device, dtype)
+        self.options: dict[str, Any] = {"cells": cells, "iterations": iterations, "normalize": normalize}
+
+    def attend(self, q: Tensor, v: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Mix queries and values (B, heads, N, D)."""
+        return soft_attention(q, v, grid=grid, **self.options)

@@ -1,0 +1,17 @@
+"""Softmax attention: what every other mixer is compared with."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from tokamix.mixers._heads import HeadMixer
+
+
+class SoftmaxAttention(HeadMixer):
+    """Multi-head self-attention, softmax(q k^T / sqrt(D)) v.
+
+    Attention Is All You Need, arXiv 1706.03762.
+    """
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Mix queries, keys and values (B, heads, N, D)."""
+        return F.scaled_dot_product_attention(q, k, v)

@@ -1,0 +1,320 @@
+"""One body, many mixers: networks that differ in nothing but what mixes their tokens.
+
+`build(body, mixer)` puts any registered mixer into a column (DeiT's sizes, average pooling, no class token) or a
+pyramid (four stages, Swin's sizes). Stem, positions, depths, widths and MLPs stay the same, so a difference in accuracy
+or speed is the mixer's. Every pair is registered with timm as `<body>_<mixer>`, also for mixers that come later.
+"""
+
+import difflib
+from typing import Any
+
+import torch
+from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer, to_2tuple
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import Tensor, nn
+
+from tokamix.layers import ConvEmbed, PositionTable, channels_last, pad_to_multiple
+from tokamix.mixers.context_broadcast import ContextBroadcast
+from tokamix.mixers.registry import Site, get_mixer, make_mixer, watch_mixers
+from tokamix.models._backbone import Column, Pyramid, Stage, image_cfg
+
+Pair = tuple[int, int]
+
+
+class PatchEmbed(ConvEmbed):
+    """Non-overlapping patches of a map (B, H, W, C), padded with zeros at the right and bottom, to vectors."""
+
+    def __init__(self, in_chans: int, dim: int, patch: int, device: Any = None, dtype: Any = None) -> None:
+        super().__init__(in_chans, dim, patch, patch, eps=1e-6, device=device, dtype=dtype)
+        self.patch = patch
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, H, W, in_chans) -> (B, h, w, dim)."""
+        return super().forward(pad_to_multiple(x, (self.patch, self.patch)))
+
+
+class Stem(PatchEmbed):
+    """Patches of images."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, in_chans, H, W) -> (B, h, w, dim)."""
+        return super().forward(channels_last(x).contiguous())
+
+
+class Block(nn.Module):
+    """A mixer and an MLP, each on normalised tokens and added to its input.
+
+    Args:
+        site: where the block stands.
+        drop_path: stochastic depth.
+        mixer: the registered mixer's name.
+        mlp_ratio: hidden channels of the MLP, as a multiple of the block's.
+        act_layer: the MLP's activation, a name or class.
+        context_broadcast: kind of context broadcasting at the end of the MLP, "cb" or "cbs"; None for none.
+        mixer_kwargs: options of the mixer.
+        device: where the parameters live.
+        dtype: the parameters' dtype.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        drop_path: float,
+        mixer: str,
+        mlp_ratio: float,
+        act_layer: str | type[nn.Module],
+        context_broadcast: str | None,
+        mixer_kwargs: dict[str, Any] | None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        dd: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__()
+        dim = site.dim
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6, **dd)
+        self.mixer = make_mixer(mixer, site, **(mixer_kwargs or {}), **dd)
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6, **dd)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=get_act_layer(act_layer), **dd)
+        self.context: nn.Module = nn.Identity()
+        if context_broadcast is not None:
+            self.context = ContextBroadcast(dim, context_broadcast, class_token=False, **dd)
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Tensor, grid: Pair) -> Tensor:
+        """Tokens x (B, H*W, C) of grid (H, W) -> the same shape."""
+        x = x + self.drop_path(self.mixer(self.norm1(x), grid))
+        return x + self.drop_path(self.context(self.mlp(self.norm2(x))))
+
+
+class ColumnarBody(Column):
+    """A column of equal blocks, as DeiT without class token.
+
+    Args:
+        mixer: name of a registered mixer.
+        img_size: side or (H, W) of the images that the position table and the tables of some mixers are made for; other
+            images get them resized.
+        patch_size: side of a patch.
+        in_chans: channels of the images.
+        num_classes: classes; 0 for no classifier.
+        global_pool: "avg" or "" (no pooling).
+        dim: channels.
+        depth: blocks.
+        num_heads: heads of mixers that have heads.
+        mlp_ratio: hidden channels of the MLPs, as a multiple of `dim`.
+        act_layer: the MLPs' activation.
+        context_broadcast: "cb" or "cbs" adds context broadcasting at the end of each MLP.
+        mixer_kwargs: options of the mixers.
+        drop_rate: dropout before the classifier.
+        drop_path_rate: stochastic depth of the last block, rising linearly from 0.
+        device: where the parameters live.
+        dtype: the parameters' dtype.
+    """
+
+    def __init__(
+        self,
+        mixer: str = "softmax",
+        img_size: int | Pair = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        dim: int = 192,
+        depth: int = 12,
+        num_heads: int = 3,
+        mlp_ratio: float = 4.0,
+        act_layer: str | type[nn.Module] = "gelu",
+        context_broadcast: str | None = None,
+        mixer_kwargs: dict[str, Any] | None = None,
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        dd: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__()
+        self.in_chans = in_chans
+        self.feature_info = [{"num_chs": dim, "reduction": patch_size, "module": f"blocks.{i}"} for i in range(depth)]
+        grid = _grid(img_size, patch_size)
+        self.stem = Stem(in_chans, dim, patch_size, **dd)
+        self.pos_embed = PositionTable(dim, grid, **dd)
+        options: dict[str, Any] = {"mixer": mixer, "mlp_ratio": mlp_ratio, "act_layer": act_layer, **dd}
+        options |= {"context_broadcast": context_broadcast, "mixer_kwargs": mixer_kwargs}
+        rates = calculate_drop_path_rates(drop_path_rate, depth)
+        sites = [Site(dim, num_heads, grid, index=i) for i in range(depth)]
+        self.blocks = nn.ModuleList(Block(site, rate, **options) for site, rate in zip(sites, rates, strict=True))
+        self.norm = nn.LayerNorm(dim, eps=1e-6, **dd)
+        self._build_head(dim, num_classes, global_pool, drop_rate, **dd)
+        self.init_weights(needs_reset=False)
+
+    def embed(self, x: Tensor) -> tuple[Tensor, Pair]:
+        """Images -> tokens with their positions added, and their grid."""
+        x, grid = super().embed(x)
+        return self.pos_embed(x, grid), grid
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """The position table."""
+        return {"pos_embed.table"}
+
+    @torch.jit.ignore
+    def set_input_size(self, img_size: int | Pair) -> None:
+        """Resize what is made for one image size, for good, so that it need not be resized for each image."""
+        _set_grid(self, _grid(img_size, self.feature_info[0]["reduction"]))
+
+
+class PyramidBody(Pyramid):
+    """Four stages of falling resolution, as Swin, with a position table in front of the first.
+
+    Args:
+        mixer: name of a registered mixer.
+        img_size: side or (H, W) of the images that the position table and the tables of some mixers are made for; other
+            images get them resized.
+        in_chans: channels of the images.
+        num_classes: classes; 0 for no classifier.
+        global_pool: "avg" or "" (no pooling).
+        dims: channels of each stage.
+        depths: blocks of each stage.
+        num_heads: heads of each stage, of mixers that have heads.
+        mlp_ratio: hidden channels of the MLPs, as a multiple of the stage's.
+        act_layer: the MLPs' activation.
+        context_broadcast: "cb" or "cbs" adds context broadcasting at the end of each MLP.
+        mixer_kwargs: options of the mixers.
+        drop_rate: dropout before the classifier.
+        drop_path_rate: stochastic depth of the last block, rising linearly from 0.
+        device: where the parameters live.
+        dtype: the parameters' dtype.
+    """
+
+    def __init__(
+        self,
+        mixer: str = "softmax",
+        img_size: int | Pair = 224,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        dims: tuple[int, ...] = (96, 192, 384, 768),
+        depths: tuple[int, ...] = (2, 2, 6, 2),
+        num_heads: tuple[int, ...] = (3, 6, 12, 24),
+        mlp_ratio: float = 4.0,
+        act_layer: str | type[nn.Module] = "gelu",
+        context_broadcast: str | None = None,
+        mixer_kwargs: dict[str, Any] | None = None,
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        dd: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__()
+        if not len(dims) == len(depths) == len(num_heads):
+            raise ValueError(f"dims {dims}, depths {depths} and num_heads {num_heads} must have a value for each stage")
+        self.in_chans = in_chans
+        self.feature_info = [
+            {"num_chs": dim, "reduction": 4 * 2**i, "module": f"stages.{i}"} for i, dim in enumerate(dims)
+        ]
+        self.stem = Stem(in_chans, dims[0], 4, **dd)
+        options: dict[str, Any] = {"mixer": mixer, "mlp_ratio": mlp_ratio, "act_layer": act_layer, **dd}
+        options |= {"context_broadcast": context_broadcast, "mixer_kwargs": mixer_kwargs}
+        rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
+        stages = []
+        for i, dim in enumerate(dims):
+            grid = _grid(img_size, self.feature_info[i]["reduction"])
+            sites = [Site(dim, num_heads[i], grid, stage=i, index=j) for j in range(depths[i])]
+            blocks: list[nn.Module] = [Block(site, rate, **options) for site, rate in zip(sites, rates[i], strict=True)]
+            if i == 0:
+                stages.append(Stage(blocks, pos_embed=PositionTable(dim, grid, **dd)))
+            else:
+                stages.append(Stage(blocks, PatchEmbed(dims[i - 1], dim, 2, **dd)))
+        self.stages = nn.ModuleList(stages)
+        self.norm = nn.LayerNorm(dims[-1], eps=1e-6, **dd)
+        self._build_head(dims[-1], num_classes, global_pool, drop_rate, **dd)
+        self.init_weights(needs_reset=False)
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """The position table."""
+        return {"stages.0.pos_embed.table"}
+
+    @torch.jit.ignore
+    def set_input_size(self, img_size: int | Pair) -> None:
+        """Resize what is made for one image size, for good, so that it need not be resized for each image."""
+        for stage, info in zip(self.stages, self.feature_info, strict=False):  # a pruned model has fewer stages
+            _set_grid(stage, _grid(img_size, info["reduction"]))
+
+
+def _grid(img_size: int | Pair, stride: int) -> Pair:
+    height, width = to_2tuple(img_size)
+    return -(-height // stride), -(-width // stride)
+
+
+def _set_grid(module: nn.Module, grid: Pair) -> None:
+    for child in module.modules():
+        if callable(set_grid := getattr(child, "set_grid", None)):
+            set_grid(grid)
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Resize position tables and the mixers' size-dependent parameters to the model's image size."""
+    own = model.state_dict()
+    out = dict(state_dict)
+    for name, tensor in state_dict.items():
+        if name in own and tensor.shape != own[name].shape:
+            fit = getattr(model.get_submodule(name.rpartition(".")[0]), "fit", None)
+            out[name] = fit(tensor) if callable(fit) else tensor
+    return out
+
+
+BODIES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+    "columnar_tiny": (ColumnarBody, {"dim": 192, "num_heads": 3}),
+    "columnar_small": (ColumnarBody, {"dim": 384, "num_heads": 6}),
+    "pyramid_tiny": (PyramidBody, {"dims": (48, 96, 192, 384)}),
+    "pyramid_small": (PyramidBody, {"dims": (96, 192, 384, 768)}),
+}
+default_cfgs = generate_default_cfgs({})
+
+
+def build(body: str, mixer: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """A body with a mixer: `build("columnar_small", "sima", num_classes=10, context_broadcast="cb")`.
+
+    Args:
+        body: one of "columnar_tiny", "columnar_small", "pyramid_tiny", "pyramid_small".
+        mixer: name of a registered mixer; `tokamix.mixers.list_mixers()` has them all.
+        pretrained: whether to load published weights; there are none yet.
+        kwargs: arguments of `ColumnarBody` or `PyramidBody`.
+    """
+    if body not in BODIES:
+        near = difflib.get_close_matches(body, BODIES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(BODIES)}"
+        raise ValueError(f"there is no body {body!r}; {hint}")
+    get_mixer(mixer)
+    shape, sizes = BODIES[body]
+    return build_model_with_cfg(
+        shape,
+        f"{body}_{mixer}",
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": tuple(range(4)) if shape is PyramidBody else 3, "feature_cls": "getter"},
+        **{"mixer": mixer, **sizes, **kwargs},
+    )
+
+
+def _register(mixer: str) -> None:
+    """Register the mixer in each body with timm."""
+    entry = get_mixer(mixer)
+    for body in BODIES:
+        name = f"{body}_{mixer}"
+        cfg = image_cfg(first_conv="stem.proj", paper_ids=entry.paper_ids, paper_name=entry.paper_name)
+        default_cfgs.update(generate_default_cfgs({name: cfg}))
+        globals()[name] = register_model(_entrypoint(name, body, mixer))
+
+
+def _entrypoint(name: str, body: str, mixer: str) -> Any:
+    def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        return build(body, mixer, pretrained, **kwargs)
+
+    create.__name__ = create.__qualname__ = name
+    create.__doc__ = f"{body} with {mixer}."
+    return create
+
+
+watch_mixers(_register)
