@@ -1,0 +1,111 @@
+"""What one forward pass costs, found by tracing it: multiply-accumulates, and evaluations of exp."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from timm.layers import to_2tuple
+from torch import nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from tokamix.ops.dispatch import use_backend
+
+# operators that evaluate exp once for each element of their result (of their input, where they reduce it)
+EXP_OPERATORS = {
+    "softmax": ("_softmax", "_safe_softmax", "_log_softmax", "logsumexp"),
+    "gelu": ("gelu", "erf", "erfc"),
+    "sigmoid": ("sigmoid", "silu", "glu", "log_sigmoid_forward"),
+    "tanh": ("tanh", "mish"),
+    "exp": ("exp", "exp2", "expm1", "elu", "softplus"),
+}
+KIND_OF = {operator: kind for kind, operators in EXP_OPERATORS.items() for operator in operators}
+FUSED_ATTENTION = "_scaled_dot_product_"
+
+
+def count_exp(model: nn.Module, img_size: int | tuple[int, int] = 224) -> Counter[str]:
+    """How often one forward pass of one image evaluates exp, by kind; `.total()` sums the kinds up.
+
+    Kinds are "softmax", "gelu" (an erf or tanh each, counted as one), "sigmoid" (SiLU too), "tanh" and "exp". The model
+    is traced, so it can be any; fused attention counts as many as the softmax inside it, one for each pair of tokens.
+    """
+    return _trace(model, img_size, _ExpCounter).counts
+
+
+def count_macs(model: nn.Module, img_size: int | tuple[int, int] = 224) -> int:
+    """Multiply-accumulates of one forward pass of one image: matrix products, convolutions and attention."""
+    counter = _trace(model, img_size, lambda: FlopCounterMode(display=False, custom_mapping=_formulas()))
+    return counter.get_total_flops() // 2
+
+
+class _ExpCounter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__.removesuffix("_")  # in place or not
+        if name.startswith(FUSED_ATTENTION):
+            query, key = args[:2]
+            self.counts["softmax"] += math.prod(query.shape[:-1]) * key.shape[-2]
+        elif name in KIND_OF:
+            counted = args[0] if name == "logsumexp" else out[0] if isinstance(out, tuple) else out
+            self.counts[KIND_OF[name]] += counted.numel()
+        return out
+
+
+def _formulas() -> dict[Any, Callable[..., int]]:
+    """FLOPs of operators that torch's counter does not know, in all versions or in older ones."""
+
+    def attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+        return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+    def deformable(x: Any, weight: Any, *args: Any, out_shape: Any, **kwargs: Any) -> int:
+        return 2 * math.prod(out_shape) * math.prod(weight[1:])
+
+    # torch 2.11 counts nothing for attention on the CPU
+    formulas: dict[Any, Callable[..., int]] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention}
+    if hasattr(torch.ops.torchvision, "deform_conv2d"):
+        formulas[torch.ops.torchvision.deform_conv2d] = deformable
+    return formulas
+
+
+def _trace(model: nn.Module, img_size: int | tuple[int, int], make_mode: Callable[[], Any]) -> Any:
+    """Run `model` on one image under a mode: on the meta device, or on its own if it cannot run there."""
+    state = {name: tensor for part in (model.named_parameters(), model.named_buffers()) for name, tensor in part}
+    floats = [tensor for tensor in state.values() if tensor.is_floating_point()]
+    own = floats[0] if floats else torch.empty(0)
+    convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
+    channels = next((conv.in_channels for conv in convolutions), 3)
+    image = torch.zeros(1, channels, *to_2tuple(img_size), device="meta", dtype=own.dtype)
+    with _plain_inference(model):
+        try:
+            with make_mode() as mode:
+                functional_call(model, {name: tensor.to("meta") for name, tensor in state.items()}, (image,))
+        except (RuntimeError, NotImplementedError):  # a tensor kept outside the state, or an operator without shapes
+            if own.is_meta:
+                raise
+            with make_mode() as mode:
+                model(torch.zeros_like(image, device=own.device))
+    return mode
+
+
+@contextmanager
+def _plain_inference(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, no gradients, and plain operators instead of those that hide many."""
+    training = {module: module.training for module in model.modules()}
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    model.eval()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad(), use_backend("eager"):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        for module, flag in training.items():
+            module.training = flag
