@@ -395,13 +395,14 @@ default_cfgs = generate_default_cfgs(
 
 
 def _create(size: str, patch_size: int, pretrained: bool, kwargs: dict[str, Any]) -> XCiTSimA:
+    kwargs = {"patch_size": patch_size, **SIZES[size], **kwargs}
     return build_model_with_cfg(
         XCiTSimA,
         f"xcit_{size}_p{patch_size}_sima",
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={"out_indices": 4, "feature_cls": "getter"},
-        **{"patch_size": patch_size, **SIZES[size], **kwargs},
+        feature_cfg={"out_indices": min(4, kwargs["depth"]), "feature_cls": "getter"},
+        **kwargs,
     )
 
 
