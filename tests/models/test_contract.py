@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import math
+import re
 from collections import Counter
 
 import pytest
@@ -16,8 +17,24 @@ from torch import nn
 import tokamix
 
 # how many names each module registers: a family that silently loses its cfgs or its entries is noticed here
-REGISTERED = {"amixer": 4, "atmnet": 5, "sima": 15, "stvit": 3}
+REGISTERED = {"amixer": 4, "atmnet": 5, "cvt": 1, "localvit": 1, "pvt": 4, "sima": 15, "stvit": 3}
+# parameters that the class token's classifier cannot reach, by the papers' design
+UNREACHED = {"localvit": r"blocks\.2\.mlp\."}
 NAMES = tokamix.list_models()
+# Tracing with symbolic sizes takes half a minute a model, and widths do not change what is traced: one name for each
+# structure. `test_compile` traces every name with fixed sizes.
+TRACED = [
+    "amixer_deit_small",
+    "amixer_tiny",
+    "atmnet_tiny",
+    "cvt_13",
+    "localvit_tiny",
+    "pvt_tiny",
+    "stvit_base",
+    "xcit_nano_12_p16_sima",
+    "xcit_tiny_12_p8_sima",
+    *(name for name in NAMES if name.startswith("columnar_tiny")),
+]
 SIZE, ODD_SIZE = 64, (72, 56)
 CLASSES = 7
 
@@ -28,11 +45,11 @@ def family(name: str) -> str:
 
 @functools.cache
 def shrink(name: str) -> dict[str, object]:
-    """Keyword arguments that keep a model's widths and structure but only two blocks a stage, for quick tests."""
+    """Keyword arguments that keep a model's widths and structure but few blocks, for quick tests."""
     full = timm.create_model(name, device="meta")
     if "depths" in inspect.signature(type(full)).parameters:
         return {"depths": (2,) * len(full.stages)}
-    return {"depth": 2}
+    return {"depth": 3}  # features_only takes the last three by default
 
 
 def create(name: str, **kwargs: object) -> nn.Module:
@@ -148,7 +165,7 @@ def test_features(name: str, model: nn.Module) -> None:
     modules = dict(model.named_modules())
     assert all(info["module"] in modules for info in model.feature_info)
     last = len(model.feature_info) - 1
-    picked = create(name, features_only=True, out_indices=(0, last)).eval()
+    picked = create(name, features_only=True, num_classes=0, out_indices=(0, last)).eval()
     torch.testing.assert_close(picked(x), [maps[0], maps[-1]] if len(maps) > 1 else maps)
 
 
@@ -177,7 +194,7 @@ def test_intermediates(name: str, model: nn.Module) -> None:
 def test_checkpointing_recomputes_and_gives_the_same_gradients(name: str) -> None:
     model, x, calls = create(name).train(), images(), Counter()
     level = model.stages[0].blocks[0] if hasattr(model, "stages") else model.blocks[0]
-    level.register_forward_hook(lambda *_: calls.update(["forward"]))
+    level.register_forward_pre_hook(lambda *_: calls.update(["forward"]))
 
     def gradients(enable: bool) -> dict[str, torch.Tensor]:
         model.zero_grad()
@@ -200,7 +217,7 @@ def test_every_parameter_learns(name: str) -> None:
             p.add_(torch.randn_like(p) * 0.05)
     model(images()).square().sum().backward()
     dead = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all() or not p.grad.any()]
-    assert not dead
+    assert not [n for n in dead if not re.match(UNREACHED.get(family(name), "$"), n)]
 
 
 def test_drop_path(name: str) -> None:
@@ -249,40 +266,47 @@ def test_half_precision(name: str, model: nn.Module, dtype: torch.dtype) -> None
         assert half((images(batch=1) * scale).to(dtype)).isfinite().all(), scale
 
 
-def test_compile(name: str, model: nn.Module) -> None:
-    """One graph without a break, forward and backward, and at most one more for all other sizes."""
+@pytest.fixture(params=[pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in TRACED])
+def traced(request: pytest.FixtureRequest) -> str:
     torch.compiler.reset()
-    graphs = Counter()
+    return request.param
+
+
+def test_compile(name: str, model: nn.Module) -> None:
+    torch.compiler.reset()
+    x = images()
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="eager")(x), model(x))
+
+
+def test_compile_dynamic(traced: str) -> None:
+    """One compiled graph without a break serves several sizes."""
+    model, graphs = create(traced).eval(), []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
-        graphs.update(["compiled"])
+        graphs.append(graph)
         return graph.forward
 
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
-    for size in ((64, 64), (96, 64), (80, 112), (128, 72)):
+    for size in ((96, 64), (80, 112), (128, 72)):
         x = images(*size)
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
-    assert graphs["compiled"] <= 2
+    assert len(graphs) == 1
 
 
-def test_compiled_training_step(name: str) -> None:
-    torch.compiler.reset()
-    model = create(name)
-    x = images()
+def test_compiled_training_step(traced: str) -> None:
+    model, x, gradients = create(traced), images(), []
     for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
-        run.zero_grad()
+        model.zero_grad()
         run(x).square().sum().backward()
-        gradients = [p.grad.clone() for p in model.parameters()]
-        if run is model:
-            expected = gradients
-    torch.testing.assert_close(gradients, expected, rtol=1e-3, atol=1e-4)
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-4)
 
 
-def test_export(name: str, model: nn.Module) -> None:
-    """Exported once from an odd, non-native size, it is right at others."""
-    dynamic = torch.export.Dim.AUTO
+def test_export(traced: str) -> None:
+    """Exported once from an odd, non-native size, it is right at others, and holds plain operators alone."""
+    model, dynamic = create(traced).eval(), torch.export.Dim.AUTO
     program = torch.export.export(model, (images(96, 80),), dynamic_shapes=({0: dynamic, 2: dynamic, 3: dynamic},))
     exported = program.module()
     for x in (images(64, 64, batch=3), images(128, 72, batch=2), images(80, 112, batch=4)):
         torch.testing.assert_close(exported(x), model(x), rtol=1e-4, atol=1e-5)
-    assert not [n for n in program.graph.nodes if "tokamix" in str(n.target)], "an exported graph holds plain operators"
+    assert not [n for n in program.graph.nodes if "tokamix" in str(n.target)]
