@@ -5,9 +5,21 @@
 
 from importlib.metadata import version
 
-from tokamix import models, ops
+from tokamix import mixers, models, ops
 from tokamix.checkpoint import load_checkpoint
+from tokamix.count import count_exp, count_macs
+from tokamix.models.bodies import build
 from tokamix.registry import create_model, list_models
 
 __version__ = version("tokamix")
-__all__ = ["create_model", "list_models", "load_checkpoint", "models", "ops"]
+__all__ = [
+    "build",
+    "count_exp",
+    "count_macs",
+    "create_model",
+    "list_models",
+    "load_checkpoint",
+    "mixers",
+    "models",
+    "ops",
+]

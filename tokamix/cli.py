@@ -4,6 +4,7 @@ import platform
 import time
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -108,6 +109,30 @@ def demo(model: Annotated[str, typer.Option(help="which model to run")] = "stvit
     console.print(
         f"  logits {tuple(logits.shape)} in {seconds * 1e3:.0f} ms; the weights are random, nothing was downloaded"
     )
+
+
+@app.command()
+def bench(
+    suite: Annotated[str, typer.Option(help="ops, scaling, models, or h200 for all three")] = "ops",
+    output: Annotated[Path, typer.Option(help="folder for the CSV files")] = Path("results"),
+    device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda where there is one")] = "",
+    only: Annotated[str, typer.Option(help="regular expression on what is measured")] = "",
+) -> None:
+    """Measure operators and models, each after a correctness check, into CSV files."""
+    import torch
+
+    from tokamix.bench.suites import SUITES, run
+
+    chosen = list(SUITES) if suite == "h200" else [suite]
+    if chosen[0] not in SUITES:
+        console.print(f"there is no suite {suite!r}; choose one of {', '.join(SUITES)}, h200")
+        raise typer.Exit(1)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    gpu = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "CPU"
+    print(f"{gpu}, torch {torch.__version__}, python {platform.python_version()}", flush=True)
+    for name in chosen:
+        path = run(name, output, device, only, lambda line: print(line, flush=True))
+        print(f"wrote {path}", flush=True)
 
 
 def _extras() -> dict[str, list[str]]:

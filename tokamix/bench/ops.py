@@ -1,0 +1,176 @@
+"""Milliseconds and memory of the mixers' operators, kernels beside plain PyTorch and softmax attention."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokamix.bench.timing import median_ms, peak_gb
+from tokamix.mixers import SuperTokenAttention, WeightMixing
+from tokamix.ops import active_gather_axes, broadcast_context, sima_attention
+from tokamix.ops.dispatch import use_backend
+
+BANDWIDTH = 4.25e12  # bytes per second a device-to-device copy moves on an H200, read plus written
+SCALING_SIDES = (14, 28, 56, 112, 224, 256)  # 196 to 65,536 tokens
+
+
+@dataclass
+class OpRow:
+    """One measurement of one operator."""
+
+    op: str
+    case: str
+    tokens: int
+    backend: str
+    forward_ms: float
+    training_ms: float  # forward and backward
+    graph_ms: float  # forward, replayed from a CUDA graph
+    peak_gb: float  # of forward and backward
+    limit_ms: float  # fewest bytes of the forward pass, each tensor once, over BANDWIDTH
+    error: float  # relative RMSE of the output against float32 without kernels
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row for a CSV file."""
+        return asdict(self)
+
+
+@dataclass
+class OpCase:
+    """An operator or module, its differentiable inputs, and the bytes of those and of its output."""
+
+    op: str
+    case: str
+    tokens: int
+    run: Callable[..., Tensor]
+    inputs: list[Tensor]
+    backends: tuple[str, ...] = ("triton", "eager")
+
+
+class AxialContexts(nn.Module):
+    """Both looks of the active token mixer with their projections: what replaces two deformable convolutions."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.embed = nn.ModuleList(nn.Linear(dim, dim) for _ in range(2))
+
+    def forward(self, x: Tensor, offset: Tensor) -> Tensor:
+        """Map (B, H, W, C) and offsets (B, H, W, 2 C / share) -> (B, H, W, C)."""
+        width, height = (embed(seen) for embed, seen in zip(self.embed, active_gather_axes(x, offset), strict=True))
+        return width + height
+
+
+class OnGrid(nn.Module):
+    """A mixer with its grid bound: called on tokens alone."""
+
+    def __init__(self, mixer: nn.Module, grid: tuple[int, int]) -> None:
+        super().__init__()
+        self.mixer, self.grid = mixer, grid
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens (B, N, C) -> (B, N, C)."""
+        return self.mixer(x, self.grid)
+
+
+def sima_case(batch: int, heads: int, tokens: int, dim: int = 64) -> Iterator[OpCase]:
+    """SimA and softmax attention on the same queries, keys and values."""
+    label = f"B {batch}, {heads} heads of {dim}"
+    for op, run, backends in (
+        ("sima", sima_attention, ("triton", "eager")),
+        ("softmax", F.scaled_dot_product_attention, ("torch",)),
+    ):
+        qkv = [torch.randn(batch, tokens, heads, dim).transpose(1, 2) for _ in range(3)]
+        yield OpCase(op, label, tokens, run, qkv, backends)
+
+
+def active_token_case(batch: int, side: int, dim: int, share: int) -> Iterator[OpCase]:
+    """Both directions of the active token mixer with their projections; offsets of a few tokens."""
+    inputs = [torch.randn(batch, side, side, dim), 2 * torch.randn(batch, side, side, 2 * dim // share)]
+    yield OpCase("active_token", f"B {batch}, C {dim}", side**2, AxialContexts(dim), inputs)
+
+
+def super_token_case(batch: int, side: int, dim: int, cell: int, heads: int) -> Iterator[OpCase]:
+    """The whole super token attention module."""
+    mixer = SuperTokenAttention(dim, heads, cell)
+    run = OnGrid(mixer, (side, side))
+    yield OpCase("super_token", f"B {batch}, C {dim}, cell {cell}", side**2, run, [torch.randn(batch, side**2, dim)])
+
+
+def weight_mixing_case(batch: int, side: int, dim: int, heads: int, bank: int, window: int) -> Iterator[OpCase]:
+    """The whole weight mixing module."""
+    mixer = WeightMixing(dim, window, heads, bank, partition=side > window)
+    label = f"B {batch}, C {dim}, {heads} heads, bank {bank}, window {window}"
+    yield OpCase("weight_mixing", label, side**2, OnGrid(mixer, (side, side)), [torch.randn(batch, side**2, dim)])
+
+
+def context_broadcast_case(batch: int, tokens: int, dim: int) -> Iterator[OpCase]:
+    """Context broadcasting."""
+    yield OpCase(
+        "context_broadcast", f"B {batch}, C {dim}", tokens, broadcast_context, [torch.randn(batch, tokens, dim)]
+    )
+
+
+def model_cases() -> Iterator[OpCase]:
+    """The sizes that occur in the papers' models."""
+    yield from sima_case(128, 6, 197)
+    yield from sima_case(8, 6, 16_384)
+    for side, dim, share in ((56, 64, 2), (28, 128, 4), (14, 320, 4), (7, 512, 8)):
+        yield from active_token_case(128, side, dim, share)
+    yield from active_token_case(8, 128, 64, 2)
+    yield from super_token_case(128, 56, 64, 8, 1)
+    yield from super_token_case(128, 28, 128, 4, 2)
+    yield from super_token_case(4, 256, 64, 8, 1)
+    yield from weight_mixing_case(128, 14, 384, 24, 36, 14)
+    yield from weight_mixing_case(128, 56, 96, 6, 9, 7)
+    yield from context_broadcast_case(128, 197, 384)
+
+
+def scaling_cases() -> Iterator[OpCase]:
+    """Cost against the number of tokens: one image batch of 4, 384 channels, 6 heads."""
+    for side in SCALING_SIDES:
+        yield from sima_case(4, 6, side**2)
+        yield from active_token_case(4, side, 384, 8)
+        yield from super_token_case(4, side, 384, 7, 6)
+        yield from weight_mixing_case(4, side if side != 256 else 252, 384, 6, 9, 14)
+        yield from context_broadcast_case(4, side**2, 384)
+
+
+def measure(case: OpCase, backend: str, device: str = "cuda", seconds: float = 0.2) -> OpRow:
+    """Check, then time one operator in bfloat16 (float32 on the CPU)."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    module = case.run.to(device, torch.float32) if isinstance(case.run, nn.Module) else case.run
+    exact_inputs = [t.to(device) for t in case.inputs]
+    with torch.no_grad(), use_backend("eager"):
+        exact = module(*exact_inputs)
+    if isinstance(module, nn.Module):
+        module.to(dtype)
+    inputs = [t.to(dtype).requires_grad_() for t in exact_inputs]
+    forced = None if backend == "torch" else backend
+    with use_backend("eager"), torch.no_grad():
+        plain = _relative(module(*inputs), exact)
+    with use_backend(forced):
+        with torch.no_grad():
+            out = module(*inputs)
+            error = _relative(out, exact)
+            if not error <= 2 * plain + 1e-5:
+                raise RuntimeError(f"not timed, because it is wrong: off by {error:.1e}, plain PyTorch by {plain:.1e}")
+            forward = median_ms(lambda: module(*inputs), device, seconds)
+            graph = (
+                median_ms(lambda: module(*inputs), device, seconds, graph=True) if device == "cuda" else float("nan")
+            )
+        seed = torch.randn_like(out)
+        leaves = [*inputs, *(module.parameters() if isinstance(module, nn.Module) else ())]
+
+        def train() -> None:
+            torch.autograd.grad(module(*inputs), leaves, seed)
+
+        training = median_ms(train, device, seconds)
+        peak = peak_gb(train) if device == "cuda" else float("nan")
+    limit = sum(t.numel() * t.element_size() for t in [*inputs, out]) / BANDWIDTH * 1e3
+    return OpRow(case.op, case.case, case.tokens, backend, forward, training, graph, peak, limit, error)
+
+
+def _relative(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()

@@ -1,0 +1,91 @@
+"""Which measurements belong together; one function runs them and writes their rows as CSV."""
+
+import csv
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tokamix.bench import models, ops
+
+# the authors' released AMixer-T differs from their paper's table; it is the one their speed is known for
+AMIXER_RELEASED = {"depths": (2, 2, 10, 2), "num_heads": (3, 6, 12, 24), "bank_sizes": (4, 9, 18, 36)}
+OURS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("atmnet_tiny", {}),
+    ("stvit_small", {}),
+    ("amixer_tiny", AMIXER_RELEASED),
+    ("xcit_small_12_p16_sima", {}),
+    ("deit_small_sima", {}),
+)
+PEERS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("deit_small_patch16_224", {}),
+    ("swin_tiny_patch4_window7_224", {}),
+    ("convnext_tiny", {}),
+    ("xcit_small_12_p16_224", {}),
+)
+LARGE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("stvit_small", {}),
+    ("atmnet_tiny", {}),
+    ("deit_small_sima", {"img_size": 1024}),
+    ("deit_small_patch16_224", {"img_size": 1024}),
+    ("convnext_tiny", {}),
+)
+
+Measurement = tuple[str, Callable[[], Any]]  # a label, and what gives the row
+
+
+def _models(device: str) -> Iterator[Measurement]:
+    for mode in ("infer", "train"):
+        for name, kwargs in (*OURS, *PEERS):
+            label = f"{name} {mode} 224"
+            yield label, lambda n=name, m=mode, k=kwargs: models.measure(n, m, device=device, **k)
+    for name, kwargs in LARGE:
+        yield f"{name} infer 1024", lambda n=name, k=kwargs: models.measure(n, size=1024, batch=8, device=device, **k)
+
+
+def _ops(cases: Callable[[], Iterator[ops.OpCase]], device: str) -> Iterator[Measurement]:
+    for case in cases():
+        for backend in case.backends:
+            label = f"{case.op} {backend}: {case.case}, {case.tokens} tokens"
+            yield label, lambda c=case, b=backend: ops.measure(c, b, device)
+
+
+SUITES: dict[str, Callable[[str], Iterator[Measurement]]] = {
+    "ops": lambda device: _ops(ops.model_cases, device),
+    "scaling": lambda device: _ops(ops.scaling_cases, device),
+    "models": _models,
+}
+
+
+def run(suite: str, output: Path, device: str, only: str = "", say: Callable[[str], None] = print) -> Path:
+    """Measure a suite, row by row into `output`/<suite>.csv; what fails is said and left out.
+
+    Args:
+        suite: a name in SUITES.
+        output: folder for the CSV file.
+        device: "cuda" or "cpu".
+        only: a regular expression that labels must match.
+        say: called with a line for each row.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / f"{suite}.csv"
+    writer = None
+    with path.open("w", newline="") as file:
+        for label, measure in SUITES[suite](device):
+            if not re.search(only, label):
+                continue
+            start = time.perf_counter()
+            try:
+                row = measure().as_dict()
+            except Exception as error:  # one that fails must not cost the others their measurement
+                say(f"{label}: FAILED, {type(error).__name__}: {str(error)[:300]}")
+                continue
+            if writer is None:
+                writer = csv.DictWriter(file, list(row))
+                writer.writeheader()
+            writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
+            file.flush()
+            numbers = ", ".join(f"{k} {v:.4g}" for k, v in row.items() if isinstance(v, float))
+            say(f"{label}: {numbers} ({time.perf_counter() - start:.0f} s)")
+    return path
