@@ -1,6 +1,8 @@
 """Shared fixtures: the authors' golden numbers, and torch.empty filled with NaN."""
 
 import json
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,3 +60,20 @@ def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
             return out.fill_(float("nan")) if out.is_floating_point() else out
 
         monkeypatch.setattr(torch, name, poisoned)
+
+
+@pytest.fixture
+def random_weights() -> Callable[[Mapping[str, Sequence[int]]], dict[str, torch.Tensor]]:
+    """A function that draws float64 weights for names and shapes, each of a size that lets it be felt in the output."""
+
+    def draw(shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        weights = {}
+        for name, shape in shapes.items():
+            w = torch.randn(tuple(shape), dtype=torch.float64) / max(1, math.prod(shape[1:])) ** 0.5
+            if name.endswith("running_var") or (name.endswith("weight") and len(shape) == 1):
+                w = 1 + 0.2 * w.tanh()
+            weights[name] = torch.tensor(0) if name.endswith("num_batches_tracked") else w
+        return weights
+
+    return draw
