@@ -14,7 +14,7 @@ from tokamix.ops import dispatch
 
 PACKAGE = Path(tokamix.__file__).parent
 # floors from the ground up; a module may import its own floor and those below it
-FLOORS = ("ops", "layers", "mixers", "models", "count", "registry", "checkpoint", "swap", "bench", "cli")
+FLOORS = ("ops", "layers", "mixers", "swap", "models", "count", "registry", "checkpoint", "bench", "cli")
 
 
 def floor(module: str) -> int:
