@@ -1,6 +1,41 @@
 """Token mixers as modules, called `mixer(x, grid)` on tokens (B, N, C)."""
 
+from tokamix.mixers.active_token import ActiveOffset, ActiveTokenMixer
+from tokamix.mixers.context_broadcast import ContextBroadcast
+from tokamix.mixers.cosformer import CosFormer
+from tokamix.mixers.efficient import EfficientAttention
+from tokamix.mixers.linformer import Linformer
+from tokamix.mixers.nystrom import Nystrom
+from tokamix.mixers.performer import Performer
+from tokamix.mixers.pooling import Identity, Pooling
+from tokamix.mixers.registry import Site, list_mixers, make_mixer, register_mixer
 from tokamix.mixers.sima import SimA, SimAClassAttention
+from tokamix.mixers.soft import SOFT
+from tokamix.mixers.softmax import SoftmaxAttention
 from tokamix.mixers.super_token import SuperTokenAttention
+from tokamix.mixers.weight_mixing import WeightMixing
+from tokamix.mixers.xca import XCA
 
-__all__ = ["SimA", "SimAClassAttention", "SuperTokenAttention"]
+__all__ = [
+    "SOFT",
+    "XCA",
+    "ActiveOffset",
+    "ActiveTokenMixer",
+    "ContextBroadcast",
+    "CosFormer",
+    "EfficientAttention",
+    "Identity",
+    "Linformer",
+    "Nystrom",
+    "Performer",
+    "Pooling",
+    "SimA",
+    "SimAClassAttention",
+    "Site",
+    "SoftmaxAttention",
+    "SuperTokenAttention",
+    "WeightMixing",
+    "list_mixers",
+    "make_mixer",
+    "register_mixer",
+]

@@ -1,6 +1,26 @@
 """Every backbone of the papers, registered with timm."""
 
+from tokamix.models import swapped
+from tokamix.models.amixer import AMixer, AMixerColumn
+from tokamix.models.atmnet import ATMNet
+from tokamix.models.bodies import ColumnarBody, PyramidBody, build
+from tokamix.models.cvt import CvT
+from tokamix.models.localvit import LocalViT
+from tokamix.models.pvt import PVT
 from tokamix.models.sima import XCiTSimA
 from tokamix.models.stvit import STViT
 
-__all__ = ["STViT", "XCiTSimA"]
+__all__ = [
+    "PVT",
+    "AMixer",
+    "AMixerColumn",
+    "ATMNet",
+    "ColumnarBody",
+    "CvT",
+    "LocalViT",
+    "PyramidBody",
+    "STViT",
+    "XCiTSimA",
+    "build",
+    "swapped",
+]

@@ -1,11 +1,19 @@
 """The papers' operators as tensor functions without parameters."""
 
+from tokamix.ops.active_token.op import active_gather, active_gather_axes, active_gather_joint
 from tokamix.ops.context_broadcast.op import broadcast_context
 from tokamix.ops.sima.op import sima_attention, sima_class_attention, sima_self_attention
 from tokamix.ops.super_token.op import super_token_sample, super_token_scatter
+from tokamix.ops.weight_mixing.op import bank_mixing, bank_mixing_weights, resize_bank
 
 __all__ = [
+    "active_gather",
+    "active_gather_axes",
+    "active_gather_joint",
+    "bank_mixing",
+    "bank_mixing_weights",
     "broadcast_context",
+    "resize_bank",
     "sima_attention",
     "sima_class_attention",
     "sima_self_attention",

@@ -1,0 +1,112 @@
+"""Super token attention: attention among a few hundred super tokens instead of among all tokens."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Attention, trunc_normal_
+from torch import Tensor, nn
+
+from tokamix.layers import DepthwiseConv, autocast_dtype, map_to_tokens, tokens_to_map
+from tokamix.ops import super_token_sample, super_token_scatter
+
+REFINEMENTS = ("attention", "conv", "none")
+
+
+class SuperTokenAttention(nn.Module):
+    """Sample super tokens, let them attend to each other, map them back to the tokens.
+
+    Vision Transformer with Super Token Sampling, arXiv 2211.11167. With cells of 1x1 each token is its own super token:
+    plain global attention, without association.
+
+    Args:
+        dim: channels C.
+        num_heads: heads of the attention among super tokens.
+        cell: size of the cell that gives one super token, h = w or (h, w).
+        n_iter: how often association and super tokens are estimated.
+        refine: what works on the super tokens: "attention", "conv" (Linear, depthwise 5x5, Linear) or "none".
+        qkv_bias: whether the projection to queries, keys and values has a bias.
+        relative_grid: the grid of super tokens that a learned relative position bias is sized for; None for no bias.
+        backend: the operators' backend; see `tokamix.ops.dispatch`.
+        device: where the parameters live.
+        dtype: the parameters' dtype.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        cell: int | tuple[int, int] = 8,
+        n_iter: int = 1,
+        refine: str = "attention",
+        qkv_bias: bool = True,
+        relative_grid: tuple[int, int] | None = None,
+        backend: str | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        dd = {"device": device, "dtype": dtype}
+        super().__init__()
+        if refine not in REFINEMENTS:
+            raise ValueError(f"unknown refinement {refine!r} of super tokens: choose one of {', '.join(REFINEMENTS)}")
+        if dim % num_heads:
+            raise ValueError(f"{dim} channels do not divide into {num_heads} heads; choose a divisor of {dim}")
+        self.cell = (cell, cell) if isinstance(cell, int) else (cell[0], cell[1])
+        self.n_iter, self.backend = n_iter, backend
+        self.position = RelativePosition(relative_grid, num_heads, **dd) if relative_grid else None
+        self.refine: nn.Module
+        if refine == "attention":
+            self.refine = Attention(dim, num_heads, qkv_bias=qkv_bias, **dd)
+        elif refine == "conv":
+            self.refine = nn.Sequential(
+                nn.Linear(dim, dim, **dd), DepthwiseConv(dim, 5, **dd), nn.Linear(dim, dim, **dd)
+            )
+        else:
+            self.refine = nn.Identity()
+
+    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Mix tokens x (B, H*W, C) of grid (H, W)."""
+        x = tokens_to_map(x.to(autocast_dtype(x)), grid)
+        if self.cell == (1, 1):
+            x = self._refine(x)
+        else:
+            tokens, association = super_token_sample(x, self.cell, self.n_iter, self.backend)
+            x = super_token_scatter(self._refine(tokens), association, self.cell, self.backend)
+        return x.flatten(1, 2)
+
+    def _refine(self, tokens: Tensor) -> Tensor:
+        if not isinstance(self.refine, Attention):
+            return self.refine(tokens)
+        x, grid = map_to_tokens(tokens)
+        bias = self.position(grid) if self.position else None
+        return tokens_to_map(self.refine(x, attn_mask=bias), grid)
+
+
+class RelativePosition(nn.Module):
+    """A learned bias for each head and offset between two tokens of a grid, resized to the grid at hand.
+
+    Args:
+        grid: the grid (H, W) whose offsets have an entry each.
+        num_heads: heads of the attention.
+        device: where the table lives.
+        dtype: the table's dtype.
+    """
+
+    def __init__(self, grid: tuple[int, int], num_heads: int, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        shape = (num_heads, 2 * grid[0] - 1, 2 * grid[1] - 1)
+        self.table = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start near zero."""
+        trunc_normal_(self.table, std=0.02)
+
+    def forward(self, grid: tuple[int, int]) -> Tensor:
+        """The bias (num_heads, H*W, H*W) of grid (H, W)."""
+        h, w = grid
+        # also at the table's own size, where it changes nothing: a branch would tie exported graphs to one size
+        table = F.interpolate(self.table[None], (2 * h - 1, 2 * w - 1), mode="bicubic")[0]
+        y, x = (torch.arange(n, device=table.device) for n in grid)
+        dy, dx = y[:, None] - y + h - 1, x[:, None] - x + w - 1
+        return table[:, dy[:, None, :, None], dx[None, :, None, :]].flatten(3, 4).flatten(1, 2)

@@ -1,0 +1,317 @@
+"""STViT: pyramids of super token attention, convolutional position encoding and convolutional feed-forward layers.
+
+Vision Transformer with Super Token Sampling, arXiv 2211.11167, https://github.com/hhb072/STViT. Maps stay channels-last
+and 1x1 convolutions are Linear layers; the authors' checkpoints load through `checkpoint_filter_fn`.
+"""
+
+import re
+from typing import Any
+
+from timm.layers import DropPath, LayerScale, Mlp, calculate_drop_path_rates
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import Tensor, nn
+
+from tokamix.layers import DepthwiseConv, MapBatchNorm, MapConv, channels_last, tokens_to_map
+from tokamix.mixers import SuperTokenAttention
+from tokamix.models._backbone import Pyramid, Stage, image_cfg
+
+NATIVE_SIDE = 224  # the image side that relative position tables have one entry for each offset of
+
+
+class ConvFFN(nn.Module):
+    """Linear -> GELU -> z + depthwise 3x3 of z -> Linear."""
+
+    def __init__(self, dim: int, hidden_dim: int, device: Any = None, dtype: Any = None) -> None:
+        dd = {"device": device, "dtype": dtype}
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden_dim, **dd)
+        self.act = nn.GELU()
+        self.conv = DepthwiseConv(hidden_dim, **dd)
+        self.fc2 = nn.Linear(hidden_dim, dim, **dd)
+
+    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Tokens x (B, H*W, C) of grid (H, W) -> the same shape."""
+        z = tokens_to_map(self.act(self.fc1(x)), grid)
+        return self.fc2((z + self.conv(z)).flatten(1, 2))
+
+
+class Block(nn.Module):
+    """Convolutional position encoding, super token attention and a feed-forward layer, each added to its input.
+
+    The second norm is a BatchNorm, as in the authors' code. Layer scales have one axis, so that timm's rule leaves them
+    undecayed; the authors' have four and are decayed.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        mlp_ratio: float,
+        cpe: bool,
+        conv_ffn: bool,
+        layer_scale: float | None,
+        drop_path: float,
+        device: Any = None,
+        dtype: Any = None,
+        **mixer: Any,
+    ) -> None:
+        dd: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__()
+        hidden_dim = int(dim * mlp_ratio)
+        self.cpe = DepthwiseConv(dim, **dd) if cpe else None
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6, **dd)
+        self.mixer = SuperTokenAttention(dim, **mixer, **dd)
+        self.ls1 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale, **dd)
+        self.norm2 = MapBatchNorm(dim, **dd)
+        self.mlp = ConvFFN(dim, hidden_dim, **dd) if conv_ffn else Mlp(dim, hidden_dim, **dd)
+        self.ls2 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale, **dd)
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Tokens x (B, H*W, C) of grid (H, W) -> the same shape."""
+        if self.cpe is not None:
+            x = x + self.cpe(tokens_to_map(x, grid)).flatten(1, 2)
+        x = x + self.drop_path(self.ls1(self.mixer(self.norm1(x), grid)))
+        z = self.norm2(x)
+        z = self.mlp(z, grid) if isinstance(self.mlp, ConvFFN) else self.mlp(z)
+        return x + self.drop_path(self.ls2(z))
+
+
+class ConvStem(nn.Sequential):
+    """Images (B, in_chans, H, W) -> a map of a quarter of their sides: four times convolution, GELU, BatchNorm."""
+
+    def __init__(self, in_chans: int, dim: int, device: Any = None, dtype: Any = None) -> None:
+        dd = {"device": device, "dtype": dtype}
+        widths = (in_chans, dim // 2, dim // 2, dim, dim)
+        layers: list[nn.Module] = []
+        for i in range(4):
+            conv = MapConv(widths[i], widths[i + 1], 3, stride=2 - i % 2, padding=1, **dd)
+            layers += [conv, nn.GELU(), MapBatchNorm(widths[i + 1], **dd)]
+        super().__init__(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (B, in_chans, H, W) -> (B, h, w, dim)."""
+        return super().forward(channels_last(x).contiguous())
+
+
+class PatchEmbed(nn.Sequential):
+    """Images (B, in_chans, H, W) -> a map of patches of 4x4 pixels; the sides are cropped to multiples of 4."""
+
+    def __init__(self, in_chans: int, dim: int, device: Any = None, dtype: Any = None) -> None:
+        dd = {"device": device, "dtype": dtype}
+        super().__init__(MapConv(in_chans, dim, 4, stride=4, **dd), nn.LayerNorm(dim, eps=1e-6, **dd))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (B, in_chans, H, W) -> (B, h, w, dim)."""
+        return super().forward(channels_last(x).contiguous())
+
+
+class STViT(Pyramid):
+    """A pyramid of super token attention.
+
+    Args:
+        in_chans: channels of the images.
+        num_classes: classes; 0 for no classifier.
+        global_pool: "avg" or "" (no pooling).
+        dims: channels of each stage.
+        depths: blocks of each stage.
+        num_heads: attention heads of each stage.
+        stoken_sizes: cell that gives one super token in each stage, an int or (h, w); 1 is plain global attention. The
+            authors use (8, 4, 1, 1) up to 384 px and count (16, 8, 2, 1) at 512.
+        n_iter: iterations of super token sampling, one number or one for each stage.
+        mlp_ratio: hidden channels of the feed-forward layers, as a multiple of the stage's.
+        qkv_bias: whether the attention's first projection has a bias.
+        projection: channels of the last projection; 0 leaves it out, and a LayerNorm takes its place.
+        layer_scale: initial layer scale of each stage, None for none.
+        conv_stem: four convolutions; False for non-overlapping 4x4 patches.
+        cpe: convolutional position encoding in each block.
+        conv_ffn: a depthwise convolution in each feed-forward layer.
+        relative_position: learned relative position bias among super tokens. With or without it and without projection,
+            conv_stem, cpe and conv_ffn, this is the isotropic form of the supplement's Table II.
+        refine: what works on super tokens; see `SuperTokenAttention`.
+        drop_rate: dropout before the classifier.
+        drop_path_rate: stochastic depth of the last block, rising linearly from 0.
+        device: where the parameters live.
+        dtype: the parameters' dtype.
+    """
+
+    def __init__(
+        self,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        dims: tuple[int, ...] = (64, 128, 320, 512),
+        depths: tuple[int, ...] = (3, 5, 9, 3),
+        num_heads: tuple[int, ...] = (1, 2, 5, 8),
+        stoken_sizes: tuple[int | tuple[int, int], ...] = (8, 4, 1, 1),
+        n_iter: int | tuple[int, ...] = 1,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        projection: int = 1024,
+        layer_scale: tuple[float | None, ...] = (None, None, None, None),
+        conv_stem: bool = True,
+        cpe: bool = True,
+        conv_ffn: bool = True,
+        relative_position: bool = False,
+        refine: str = "attention",
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        dd: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__()
+        n_iters = (n_iter,) * len(dims) if isinstance(n_iter, int) else n_iter
+        per_stage = {"depths": depths, "num_heads": num_heads, "stoken_sizes": stoken_sizes, "n_iter": n_iters}
+        for name, values in (per_stage | {"layer_scale": layer_scale}).items():
+            if len(values) != len(dims):
+                raise ValueError(f"{name} must have one value for each of the {len(dims)} stages in dims, got {values}")
+        self.in_chans = in_chans
+        self.min_side = 1 if conv_stem else 4
+        self.feature_info = [
+            {"num_chs": dim, "reduction": 4 * 2**i, "module": f"stages.{i}"} for i, dim in enumerate(dims)
+        ]
+        self.stem: nn.Module = ConvStem(in_chans, dims[0], **dd) if conv_stem else PatchEmbed(in_chans, dims[0], **dd)
+        rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
+        stages = []
+        for i, dim in enumerate(dims):
+            cell = stoken_sizes[i]
+            cell = (cell, cell) if isinstance(cell, int) else cell
+            side = -(-NATIVE_SIDE // self.feature_info[i]["reduction"])
+            blocks: list[nn.Module] = [
+                Block(
+                    dim,
+                    mlp_ratio,
+                    cpe,
+                    conv_ffn,
+                    layer_scale[i],
+                    rate,
+                    num_heads=num_heads[i],
+                    cell=cell,
+                    n_iter=n_iters[i],
+                    refine=refine,
+                    qkv_bias=qkv_bias,
+                    relative_grid=(-(-side // cell[0]), -(-side // cell[1])) if relative_position else None,
+                    **dd,
+                )
+                for rate in rates[i]
+            ]
+            downsample = None
+            if i > 0:
+                downsample = nn.Sequential(
+                    MapConv(dims[i - 1], dim, 3, stride=2, padding=1, **dd), MapBatchNorm(dim, **dd)
+                )
+            stages.append(Stage(blocks, downsample))
+        self.stages = nn.ModuleList(stages)
+        self.norm = nn.LayerNorm(dims[-1], eps=1e-6, **dd)
+        if projection:
+            self.norm = nn.Sequential(nn.Linear(dims[-1], projection, **dd), MapBatchNorm(projection, **dd), nn.SiLU())
+        self._build_head(projection or dims[-1], num_classes, global_pool, drop_rate, **dd)
+        self.init_weights(needs_reset=False)
+
+    def no_weight_decay(self) -> set[str]:
+        """The relative position tables."""
+        return {name for name, _ in self.named_parameters() if name.endswith("position.table")}
+
+    def _init_module(self, module: nn.Module, needs_reset: bool) -> None:
+        # the authors initialise the classifier alone; their 1x1 convolutions, Linear here, stay as PyTorch made them
+        if isinstance(module, nn.Linear) and module is not self.head:
+            if needs_reset:
+                module.reset_parameters()
+        else:
+            super()._init_module(module, needs_reset)
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Map the authors' names and shapes to ours; our own state dicts pass unchanged.
+
+    The constant kernels with which the authors fold and unfold have no counterpart here and are left out.
+    """
+    if not any(name.startswith(("patch_embed.", "layers.")) for name in state_dict):
+        return state_dict
+    own = model.state_dict()
+    renames = (
+        (r"^patch_embed\.proj\.", "stem."),
+        (r"^layers\.(\d+)\.downsample\.proj\.", lambda m: f"stages.{int(m[1]) + 1}.downsample."),
+        (r"^layers\.", "stages."),
+        (r"^proj\.", "norm.0."),
+        (r"^norm\.(?!0)", "norm.1."),
+        (r"\.pos_embed\.conv\.", ".cpe."),
+        (r"\.norm1\.norm\.", ".norm1."),
+        (r"\.attn\.stoken_refine\.", ".mixer.refine."),
+        (r"\.mlp2\.conv\.conv\.", ".mlp.conv."),
+        (r"\.mlp2\.", ".mlp."),
+        (r"\.gamma_(\d)$", r".ls\1.gamma"),
+    )
+    out = {}
+    for name, tensor in state_dict.items():
+        if re.search(r"\.(un)?fold\.weights$", name):
+            continue
+        for pattern, replacement in renames:
+            name = re.sub(pattern, replacement, name)
+        if ".refine.qkv." in name:  # rows are (head, [q, k, v], head dim) there and ([q, k, v], head, head dim) here
+            heads = model.get_submodule(name.rpartition(".qkv.")[0]).num_heads
+            tensor = tensor.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+        if name in own and tensor.numel() == own[name].numel():  # 1x1 convolutions and (1, C, 1, 1) scales
+            tensor = tensor.reshape(own[name].shape)
+        out[name] = tensor
+    return out
+
+
+def _cfg(top1: float) -> dict[str, Any]:
+    return image_cfg(
+        first_conv="stem.0",
+        paper_ids="arXiv:2211.11167",
+        paper_name="Vision Transformer with Super Token Sampling",
+        origin_url="https://github.com/hhb072/STViT",
+        notes=(f"top1={top1}",),
+    )
+
+
+default_cfgs = generate_default_cfgs(
+    {"stvit_small": _cfg(83.6), "stvit_base": _cfg(84.8), "stvit_large": _cfg(85.3)},
+)
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "stvit_small": {},
+    "stvit_base": {
+        "dims": (96, 192, 384, 512),
+        "depths": (4, 6, 14, 6),
+        "num_heads": (2, 3, 6, 8),
+        "layer_scale": (None, None, 1e-6, 1e-6),
+    },
+    "stvit_large": {
+        "dims": (96, 192, 448, 640),
+        "depths": (4, 7, 19, 8),
+        "num_heads": (2, 3, 7, 10),
+        "layer_scale": (None, None, 1e-6, 1e-6),
+    },
+}
+
+
+def _create(variant: str, pretrained: bool, **kwargs: Any) -> STViT:
+    return build_model_with_cfg(
+        STViT,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": (0, 1, 2, 3), "feature_cls": "getter"},
+        **(VARIANTS[variant] | kwargs),
+    )
+
+
+@register_model
+def stvit_small(pretrained: bool = False, **kwargs: Any) -> STViT:
+    """STViT-S, 25 M parameters."""
+    return _create("stvit_small", pretrained, **kwargs)
+
+
+@register_model
+def stvit_base(pretrained: bool = False, **kwargs: Any) -> STViT:
+    """STViT-B, 52 M parameters."""
+    return _create("stvit_base", pretrained, **kwargs)
+
+
+@register_model
+def stvit_large(pretrained: bool = False, **kwargs: Any) -> STViT:
+    """STViT-L, 95 M parameters."""
+    return _create("stvit_large", pretrained, **kwargs)

@@ -1,0 +1,147 @@
+"""The public super token operators and their registration."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokamix.ops import dispatch
+
+from . import reference
+from .reference import Cell, grid_of
+
+LIMIT: str | None = "no kernel yet"
+
+
+def super_token_sample(x: Tensor, cell: Cell, n_iter: int = 1, backend: str | None = None) -> tuple[Tensor, Tensor]:
+    """Cluster the tokens of a map into super tokens, one to each cell of the map.
+
+    Vision Transformer with Super Token Sampling, arXiv 2211.11167. Super tokens start as the averages of their cells;
+    each token is associated by softmax(x . s / sqrt(C)) with the 3x3 super tokens around its cell; super tokens become
+    the association-weighted means of the tokens. As in the authors' code, unlike the paper's equations: super tokens
+    beyond the border are zero vectors that take part in the softmax; a map that the cells do not divide is filled up
+    with zero tokens at the right and bottom, which take part in everything; the association and the sums that
+    normalise it are constants to differentiation.
+
+    Args:
+        x: map of tokens (B, H, W, C).
+        cell: height and width (h, w) of a cell.
+        n_iter: how often association and super tokens are estimated.
+        backend: "eager", "triton" or None; see `tokamix.ops.dispatch`.
+
+    Returns:
+        The super tokens (B, p, q, C), p = ceil(H / h), q = ceil(W / w), and the association (B, H, W, 9) of each token
+        with the super tokens around its cell, row by row.
+    """
+    _check_map("super_token_sample", x, cell)
+    if n_iter < 1:
+        raise ValueError(f"super tokens need at least one iteration, got n_iter={n_iter}")
+    if dispatch.choose("super_token_sample", x, backend=backend, limit=LIMIT) == "eager":
+        tokens, association, _ = reference.sample(x, cell, n_iter)
+    else:
+        tokens, association, _ = torch.ops.tokamix.super_token_sample(x, cell, n_iter)
+    return tokens, association.detach()
+
+
+def super_token_scatter(tokens: Tensor, association: Tensor, cell: Cell, backend: str | None = None) -> Tensor:
+    """Map super tokens back to tokens: each is the mix of the 3x3 super tokens around its cell.
+
+    The association is a constant to differentiation, as it is in `super_token_sample`.
+
+    Args:
+        tokens: super tokens (B, p, q, C).
+        association: (B, H, W, 9), from `super_token_sample`.
+        cell: height and width (h, w) of a cell.
+        backend: "eager", "triton" or None; see `tokamix.ops.dispatch`.
+
+    Returns:
+        A map of tokens (B, H, W, C).
+    """
+    _check_map("super_token_scatter", association, cell)
+    grid = grid_of(association, cell)
+    # not while compiling: comparing sizes would specialise them
+    if not torch.compiler.is_compiling() and (association.shape[-1] != 9 or tokens.shape[1:3] != grid):
+        raise ValueError(
+            f"an association (B, H, W, 9) of shape {tuple(association.shape)} with cells {tuple(cell)} goes with super "
+            f"tokens of grid {grid}, got {tuple(tokens.shape)}"
+        )
+    association = association.detach().to(tokens.dtype)
+    if dispatch.choose("super_token_scatter", tokens, association, backend=backend, limit=LIMIT) == "eager":
+        return reference.scatter(tokens, association, cell)
+    return torch.ops.tokamix.super_token_scatter(tokens, association, cell)
+
+
+def _pair(cell: list[int]) -> Cell:
+    return cell[0], cell[1]
+
+
+def _check_map(op: str, x: Tensor, cell: Cell) -> None:
+    if x.ndim != 4:
+        raise ValueError(f"{op} needs a map of shape (B, H, W, C), got {tuple(x.shape)}")
+    if len(cell) != 2 or min(cell) < 1:
+        raise ValueError(f"{op} needs cells of at least 1x1 as a pair (h, w), got {cell}")
+
+
+@torch.library.custom_op("tokamix::super_token_sample", mutates_args=())
+def _sample(x: Tensor, cell: list[int], n_iter: int) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, association, weight = reference.sample(x, _pair(cell), n_iter)
+    return tokens, association.contiguous(), weight
+
+
+@torch.library.custom_op("tokamix::super_token_sample_backward", mutates_args=())
+def _sample_backward(grad: Tensor, association: Tensor, weight: Tensor, cell: list[int]) -> Tensor:
+    return reference.sample_backward(grad, association, weight, _pair(cell)).contiguous()
+
+
+@torch.library.custom_op("tokamix::super_token_scatter", mutates_args=())
+def _scatter(tokens: Tensor, association: Tensor, cell: list[int]) -> Tensor:
+    return reference.scatter(tokens, association, _pair(cell)).contiguous()
+
+
+@torch.library.custom_op("tokamix::super_token_scatter_backward", mutates_args=())
+def _scatter_backward(grad: Tensor, association: Tensor, cell: list[int]) -> Tensor:
+    return reference.scatter_backward(grad, association, _pair(cell))
+
+
+@_sample.register_fake
+def _(x: Tensor, cell: list[int], n_iter: int) -> tuple[Tensor, Tensor, Tensor]:
+    grid = grid_of(x, _pair(cell))
+    weight = x.new_empty(x.shape[0], *grid, 1, dtype=torch.promote_types(x.dtype, torch.float32))
+    return x.new_empty(x.shape[0], *grid, x.shape[3]), x.new_empty(*x.shape[:3], 9), weight
+
+
+@_sample_backward.register_fake
+def _(grad: Tensor, association: Tensor, weight: Tensor, cell: list[int]) -> Tensor:
+    return grad.new_empty(*association.shape[:3], grad.shape[3])
+
+
+@_scatter.register_fake
+def _(tokens: Tensor, association: Tensor, cell: list[int]) -> Tensor:
+    return tokens.new_empty(*association.shape[:3], tokens.shape[3])
+
+
+@_scatter_backward.register_fake
+def _(grad: Tensor, association: Tensor, cell: list[int]) -> Tensor:
+    return grad.new_empty(grad.shape[0], *grid_of(grad, _pair(cell)), grad.shape[3])
+
+
+def _save_sample(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.cell = inputs[1]
+    ctx.save_for_backward(*output[1:])
+
+
+def _save_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.cell = inputs[2]
+    ctx.save_for_backward(inputs[1])
+
+
+def _backward_of_sample(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
+    return torch.ops.tokamix.super_token_sample_backward(grad, *ctx.saved_tensors, ctx.cell), None, None
+
+
+def _backward_of_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return torch.ops.tokamix.super_token_scatter_backward(grad, *ctx.saved_tensors, ctx.cell), None, None
+
+
+_sample.register_autograd(_backward_of_sample, setup_context=_save_sample)
+_scatter.register_autograd(_backward_of_scatter, setup_context=_save_scatter)

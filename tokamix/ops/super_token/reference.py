@@ -1,0 +1,93 @@
+"""Super token sampling and its way back in plain PyTorch."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tokamix.ops.dispatch import no_autocast
+
+EPS = 1e-12
+
+Cell = tuple[int, int]
+
+
+def sample(x: Tensor, cell: Cell, n_iter: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Super tokens, association and weight sums (B, p, q, 1) of x; see `tokamix.ops.super_token_sample`."""
+    # logits overflow float16, sums of tokens too, so half precision is sampled in float32, inside autocast as well
+    with no_autocast(x):
+        cells = to_cells(x, cell).to(torch.promote_types(x.dtype, torch.float32))
+        fixed = cells.detach()  # only the last aggregation is differentiated
+        association = associate(fixed, fixed.mean(3))
+        for _ in range(n_iter - 1):
+            association = associate(fixed, aggregate(fixed, association)[0])
+        tokens, weight = aggregate(cells, association)
+    return tokens.to(x.dtype), from_cells(association, cell, *x.shape[1:3]).to(x.dtype), weight
+
+
+def sample_backward(grad: Tensor, association: Tensor, weight: Tensor, cell: Cell) -> Tensor:
+    """The gradient of `sample` with respect to x, given that of the super tokens."""
+    return scatter(grad / weight, association.to(weight.dtype), cell).to(grad.dtype)
+
+
+def associate(cells: Tensor, tokens: Tensor) -> Tensor:
+    """Each token's weights (B, p, q, h*w, 9) for the super tokens around its cell."""
+    return (cells @ (around(tokens) * cells.shape[-1] ** -0.5).mT).softmax(-1)
+
+
+def aggregate(cells: Tensor, association: Tensor) -> tuple[Tensor, Tensor]:
+    """The weighted means of the tokens (B, p, q, C), and the sums (B, p, q, 1) of their weights."""
+    parts = torch.cat([association.mT @ cells, association.sum(3).unsqueeze(-1)], dim=-1)
+    tokens, weight = to_super_tokens(parts).split([cells.shape[-1], 1], dim=-1)
+    weight = weight + EPS
+    return tokens / weight, weight
+
+
+def scatter(tokens: Tensor, association: Tensor, cell: Cell) -> Tensor:
+    """Map super tokens back to the map; see `tokamix.ops.super_token_scatter`."""
+    return from_cells(to_cells(association, cell) @ around(tokens), cell, *association.shape[1:3])
+
+
+def scatter_backward(grad: Tensor, association: Tensor, cell: Cell) -> Tensor:
+    """The gradient of `scatter` with respect to the super tokens."""
+    return to_super_tokens(to_cells(association, cell).mT @ to_cells(grad, cell))
+
+
+def grid_of(x: Tensor, cell: Cell) -> Cell:
+    """How many cells (p, q) cover the map x (B, H, W, C)."""
+    return (x.shape[1] + cell[0] - 1) // cell[0], (x.shape[2] + cell[1] - 1) // cell[1]
+
+
+def to_cells(x: Tensor, cell: Cell) -> Tensor:
+    """Cut x (B, H, W, C) into cells (B, p, q, h*w, C), zeros filling the last row and column of cells."""
+    p, q = grid_of(x, cell)
+    pad_h, pad_w = p * cell[0] - x.shape[1], q * cell[1] - x.shape[2]
+    # while compiling always: a branch would tie the graph to divisible sizes, and padding by nothing is free there
+    if torch.compiler.is_compiling() or pad_h or pad_w:
+        x = F.pad(x, (0, 0, 0, pad_w, 0, pad_h))
+    return x.unflatten(2, (q, cell[1])).unflatten(1, (p, cell[0])).transpose(2, 3).flatten(3, 4)
+
+
+def from_cells(cells: Tensor, cell: Cell, height: int, width: int) -> Tensor:
+    """Put cells (B, p, q, h*w, C) back together and crop their map to (B, H, W, C)."""
+    x = cells.unflatten(3, cell).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+    if torch.compiler.is_compiling():  # a slice is contiguous at some sizes only, which would tie the graph to them
+        return F.pad(x, (0, 0, 0, width - x.shape[2], 0, height - x.shape[1]))
+    return x[:, :height, :width]
+
+
+def around(tokens: Tensor) -> Tensor:
+    """The 3x3 super tokens around each cell: (B, p, q, C) -> (B, p, q, 9, C), zero vectors beyond the border."""
+    for _ in range(2):  # rows, then columns: the axis in question is the third last both times
+        n, padded = tokens.shape[-3], F.pad(tokens, (0, 0, 0, 0, 1, 1))
+        tokens = torch.stack([padded.narrow(-3, i, n) for i in range(3)], dim=-2)
+    return tokens.flatten(3, 4)
+
+
+def to_super_tokens(parts: Tensor) -> Tensor:
+    """Add up what each cell gives to the nine around it: (B, p, q, 9, C) -> (B, p, q, C); the adjoint of `around`."""
+    parts = parts.unflatten(3, (3, 3))
+    for _ in range(2):  # columns, then rows
+        n, padded = parts.shape[-4], F.pad(parts, (0, 0, 0, 0, 0, 0, 1, 1))
+        first, second, third = (padded.narrow(-4, 2 - i, n).select(-2, i) for i in range(3))
+        parts = first + second + third
+    return parts
