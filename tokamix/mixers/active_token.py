@@ -1,0 +1,104 @@
+"""The active token mixer: every channel of every token picks the tokens it wants to see."""
+
+from typing import Any
+
+import torch
+from timm.layers import Mlp
+from torch import Tensor, nn
+
+from tokamix.layers import autocast_dtype, tokens_to_map
+from tokamix.ops import active_gather_axes, active_gather_joint
+
+OFFSETS = ("axial", "joint", "zero")
+
+
+class ActiveOffset(nn.Sequential):
+    """Where the channels of a token look: LayerNorm, then Linear to two offsets for each context and `share` channels.
+
+    Tokens (..., C) -> (..., contexts * 2 * C / share): for each context first the offsets along the width, then those
+    along the height, in tokens.
+    """
+
+    def __init__(self, dim: int, share: int = 4, contexts: int = 1, device: Any = None, dtype: Any = None) -> None:
+        dd = {"device": device, "dtype": dtype}
+        if dim % share:
+            raise ValueError(f"{dim} channels cannot share offsets in groups of {share}: choose a divisor of {dim}")
+        super().__init__(nn.LayerNorm(dim, **dd), nn.Linear(dim, contexts * 2 * (dim // share), **dd))
+
+
+class ActiveTokenMixer(nn.Module):
+    """Tokens recomposed along the width and along the height, fused with the query token.
+
+    Active Token Mixer, arXiv 2203.06108, as in the authors' code where the paper differs: positions are fractional; the
+    fusion weighs the *embedded* branches, with one weight for each channel and image, from the mean over all tokens
+    (the paper's equations 3 and 4 can be read as one for each token); a last Linear follows.
+
+    The ablations of the paper's figure 2 leave details open. "joint" recomposes one token from bilinear samples, so two
+    branches are fused instead of three. With several `contexts`, one Linear embeds all the samples of a direction, and
+    each sample starts at the query token.
+
+    Args:
+        dim: channels.
+        share: neighbouring channels that share an offset.
+        contexts: samples for each channel and direction.
+        offsets: "axial"; "joint", one offset along both axes; "zero", the baseline of the paper's table 8 where no
+            token sees another.
+        predict: whether the mixer has its own offset layer, for calls without `offset`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        share: int = 4,
+        contexts: int = 1,
+        offsets: str = "axial",
+        predict: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        dd = {"device": device, "dtype": dtype}
+        super().__init__()
+        if offsets not in OFFSETS:
+            raise ValueError(f"unknown kind {offsets!r} of offsets: choose one of {', '.join(OFFSETS)}")
+        self.offsets, self.contexts = offsets, contexts
+        directions = 1 if offsets == "joint" else 2
+        self.offset = ActiveOffset(dim, share, contexts, **dd) if predict and offsets != "zero" else None
+        self.embed = nn.ModuleList(nn.Linear(contexts * dim, dim, **dd) for _ in range(directions))  # width, height
+        self.embed_query = nn.Linear(dim, dim, bias=False, **dd)
+        self.fusion = Mlp(dim, max(dim // 4, 1), (directions + 1) * dim, **dd)
+        self.proj = nn.Linear(dim, dim, **dd)
+
+    def forward(self, x: Tensor, grid: tuple[int, int], offset: Tensor | None = None) -> Tensor:
+        """Mix tokens.
+
+        Args:
+            x: tokens (B, H*W, C).
+            grid: (H, W).
+            offset: (B, H*W, contexts * 2 * C / share), see `ActiveOffset`; None predicts them from x.
+        """
+        if offset is None and self.offset is not None:
+            offset = self.offset(x)
+        x = x.to(autocast_dtype(x))
+        branches = [embed(seen) for embed, seen in zip(self.embed, self._look(x, grid, offset), strict=True)]
+        branches.append(self.embed_query(x))
+        summary = torch.stack([branch.mean(dim=1) for branch in branches]).sum(0)  # (B, C)
+        weights = self.fusion(summary).unflatten(-1, (x.shape[-1], len(branches))).softmax(dim=-1)
+        first, *others = weights.to(x.dtype).unsqueeze(1).unbind(-1)  # (B, 1, C) each
+        mixed = first * branches[0]
+        for weight, branch in zip(others, branches[1:], strict=True):
+            mixed = torch.addcmul(mixed, weight, branch)
+        return self.proj(mixed)
+
+    def _look(self, x: Tensor, grid: tuple[int, int], offset: Tensor | None) -> list[Tensor]:
+        """What each direction sees: (B, H*W, contexts * C) each."""
+        if self.offsets == "zero":
+            return [x.repeat(1, 1, self.contexts) if self.contexts > 1 else x] * len(self.embed)
+        if offset is None:
+            raise ValueError("a mixer built with predict=False has no offsets of its own: pass offset")
+        x = tokens_to_map(x, grid)
+        seen = []  # by context, then by direction
+        for part in tokens_to_map(offset, grid).chunk(self.contexts, dim=-1):
+            seen.append(active_gather_axes(x, part) if self.offsets == "axial" else (active_gather_joint(x, part),))
+        if self.contexts == 1:
+            return [s.flatten(1, 2) for s in seen[0]]
+        return [torch.cat(direction, dim=-1).flatten(1, 2) for direction in zip(*seen, strict=True)]

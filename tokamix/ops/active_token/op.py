@@ -1,0 +1,122 @@
+"""The public active token operators, and their registration with torch.library."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokamix.ops import dispatch
+from tokamix.ops.active_token import reference
+
+
+def active_gather(x: Tensor, offset: Tensor, dim: int, backend: str | None = None) -> Tensor:
+    """Each channel of each token looks along one axis, as far away as its offset says.
+
+    Active Token Mixer, arXiv 2203.06108: out[..., c] = x at (own position + offset[..., c // share]) along `dim`, in
+    linear interpolation. Outside the map x is zero, so a sample fades out between -1 and 0 and between n - 1 and n. The
+    paper prints integer indices; its code interpolates, by a deformable convolution with a 1x1 kernel, and this is
+    the same function. At an integer position the gradient of the offset is the one to the right.
+
+    Args:
+        x: map (B, H, W, C).
+        offset: (B, H, W, C / share) in tokens, any finite size; `share` neighbouring channels use the same offset.
+        dim: 1 to look along the height, 2 along the width.
+        backend: force "eager" or "triton".
+
+    Returns:
+        (B, H, W, C).
+    """
+    if dim not in (1, 2):
+        raise ValueError(f"active_gather looks along dim 1 (height) or 2 (width), got dim {dim}")
+    _check(x, offset, axes=1)
+    if dispatch.choose("active_gather", x, offset, backend=backend, limit=_limit(x, offset, axes=1)) == "triton":
+        return torch.ops.tokamix.active_gather(x, offset, [dim])[0]
+    return reference.active_gather(x, offset, dim)
+
+
+def active_gather_axes(x: Tensor, offset: Tensor, backend: str | None = None) -> tuple[Tensor, Tensor]:
+    """`active_gather` along the width and along the height, in one pass over x.
+
+    Args:
+        x: map (B, H, W, C).
+        offset: (B, H, W, 2 C / share), first the offsets along the width, then those along the height.
+        backend: force "eager" or "triton".
+
+    Returns:
+        What was seen along the width and along the height, (B, H, W, C) each.
+    """
+    _check(x, offset, axes=2)
+    if dispatch.choose("active_gather_axes", x, offset, backend=backend, limit=_limit(x, offset, axes=2)) == "triton":
+        along_width, along_height = torch.ops.tokamix.active_gather(x, offset, [2, 1])
+        return along_width, along_height
+    return reference.active_gather_axes(x, offset)
+
+
+def active_gather_joint(x: Tensor, offset: Tensor) -> Tensor:
+    """The paper's ablation without decoupled axes: one look along both at once, in bilinear interpolation.
+
+    Args:
+        x: map (B, H, W, C).
+        offset: (B, H, W, 2 C / share), first the offsets along the width, then those along the height.
+
+    Returns:
+        (B, H, W, C).
+    """
+    _check(x, offset, axes=2)
+    return reference.active_gather_joint(x, offset)
+
+
+def _check(x: Tensor, offset: Tensor, axes: int) -> None:
+    if x.ndim != 4 or offset.ndim != 4 or x.shape[:3] != offset.shape[:3]:
+        raise ValueError(
+            "the active gather needs x (B, H, W, C) and offsets for the same tokens (B, H, W, ...), got "
+            f"{tuple(x.shape)} and {tuple(offset.shape)}"
+        )
+    channels, given = x.shape[3], offset.shape[3]
+    if given == 0 or given % axes or channels % (given // axes):
+        raise ValueError(
+            f"{channels} channels cannot share {given} offsets over {axes} {'axis' if axes == 1 else 'axes'}: give "
+            f"{axes} * C / share of them, with a share that divides {channels}"
+        )
+
+
+def _limit(x: Tensor, offset: Tensor, axes: int) -> str | None:
+    return "no kernel yet"
+
+
+@torch.library.custom_op("tokamix::active_gather", mutates_args=())
+def _active_gather(x: Tensor, offset: Tensor, dims: Sequence[int]) -> list[Tensor]:
+    parts = zip(offset.chunk(len(dims), dim=-1), dims, strict=True)
+    return [reference.active_gather(x, part, dim) for part, dim in parts]
+
+
+@_active_gather.register_fake
+def _(x: Tensor, offset: Tensor, dims: Sequence[int]) -> list[Tensor]:
+    return [x.new_empty(x.shape) for _ in dims]
+
+
+@torch.library.custom_op("tokamix::active_gather_backward", mutates_args=())
+def _active_gather_backward(
+    grads: Sequence[Tensor], x: Tensor, offset: Tensor, dims: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    parts = zip(grads, offset.chunk(len(dims), dim=-1), dims, strict=True)
+    grads_x, grads_offset = zip(*(reference.active_gather_backward(g, x, o, d) for g, o, d in parts), strict=True)
+    return torch.stack(grads_x).sum(0), torch.cat(grads_offset, dim=-1)
+
+
+@_active_gather_backward.register_fake
+def _(grads: Sequence[Tensor], x: Tensor, offset: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), offset.new_empty(offset.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, offset, ctx.dims = inputs
+    ctx.save_for_backward(x, offset)
+
+
+def _differentiate(ctx: Any, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    return *torch.ops.tokamix.active_gather_backward(grads, *ctx.saved_tensors, ctx.dims), None
+
+
+_active_gather.register_autograd(_differentiate, setup_context=_setup_context)
