@@ -18,6 +18,19 @@ needs_triton = pytest.mark.skipif(
     reason="kernels run on a GPU, or on the CPU with TRITON_INTERPRET=1 (make test does that)",
 )
 
+if dispatch.INTERPRET:
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    _create_dot = InterpreterBuilder.create_dot
+
+    def _create_dot_in_float32(self, a, b, *rest):
+        """The interpreter keeps bfloat16 as integers, and its dot multiplies those."""
+        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return _create_dot(self, a, b, *rest)
+
+    InterpreterBuilder.create_dot = _create_dot_in_float32
+
 
 def relative_rmse(actual: Tensor, expected: Tensor) -> float:
     """||actual - expected|| / ||expected||, in float64; infinite where anything is not finite."""
