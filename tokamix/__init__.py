@@ -3,15 +3,13 @@
 `import tokamix` registers every model with timm, so that `timm.create_model("stvit_small")` works.
 """
 
-from importlib.metadata import version
-
 from tokamix import mixers, models, ops
 from tokamix.checkpoint import load_checkpoint
 from tokamix.count import count_exp, count_macs
 from tokamix.models.bodies import build
 from tokamix.registry import create_model, list_models
 
-__version__ = version("tokamix")
+__version__ = "0.1.0"
 __all__ = [
     "build",
     "count_exp",
