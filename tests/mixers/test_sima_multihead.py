@@ -1,4 +1,4 @@
-"""SimA under the call of nn.MultiheadAttention: its formula in float64, and the semantics of the class it stands for."""
+"""SimA under the call of nn.MultiheadAttention: its formula in float64, and the semantics of what it stands for."""
 
 import copy
 import itertools
