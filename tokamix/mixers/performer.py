@@ -37,9 +37,10 @@ def orthogonal_directions(features: int, dim: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     blocks = []
     for start in range(0, features, dim):
-        normal = torch.randn(dim, dim, generator=generator, dtype=torch.float64)
-        lengths = torch.randn(dim, dim, generator=generator, dtype=torch.float64).norm(dim=-1, keepdim=True)
-        blocks.append((torch.linalg.qr(normal).Q * lengths)[: features - start])
+        normal, other = torch.randn(2, dim, dim, generator=generator, dtype=torch.float64)
+        q, r = torch.linalg.qr(normal)
+        rotation = q * r.diagonal().sign()  # without the signs no random one: LAPACK prefers some directions
+        blocks.append((rotation * other.norm(dim=-1, keepdim=True))[: features - start])
     return torch.cat(blocks)
 
 

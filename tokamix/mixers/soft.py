@@ -9,7 +9,7 @@ from tokamix.mixers._heads import HeadMixer, full_precision, segment_means
 
 @full_precision
 def soft_attention(
-    q: Tensor, v: Tensor, grid: tuple[int, int], cells: int = 7, iterations: int = 20, normalize: bool = False
+    q: Tensor, v: Tensor, grid: tuple[int, int], cells: int = 7, iterations: int = 20, normalize: bool = True
 ) -> Tensor:
     """Attention with weights exp(-|q_i - q_j|^2 / (2 sqrt(D))), approximated by the Nyström method.
 
@@ -61,16 +61,17 @@ def newton_inverse(a: Tensor, iterations: int = 20) -> Tensor:
 class SOFT(HeadMixer):
     """Softmax-free attention with a Gaussian kernel.
 
-    SOFT: Softmax-free Transformer with Linear Complexity, arXiv 2110.11945: queries are keys, landmarks are the
-    average pooling that the paper allows (its code has a convolution, tied to one grid). Sums are not normalised, so
-    the output grows with the number of tokens; `normalize` is the cure of its sequel, arXiv 2207.03341.
+    SOFT: Softmax-free Transformer with Linear Complexity, arXiv 2110.11945: queries are keys, landmarks come from the
+    average pooling that the paper allows (its code has a convolution, tied to one grid). Its sums over tokens are
+    bounded by the LayerNorm that follows in its blocks; in blocks that normalise before, as here, they would grow with
+    the image and leave the range of float16, so the symmetric normalisation of its sequel, arXiv 2207.03341, is on.
 
     Args:
         dim: channels C.
         num_heads: heads, each with C / num_heads channels.
         cells: landmarks along each side of the grid.
         iterations: Newton steps of the inverse.
-        normalize: the sequel's symmetric normalisation.
+        normalize: whether to normalise as the sequel does; False for the first paper's form.
         qkv_bias: whether the projection to queries and values has a bias.
         device: where the parameters live.
         dtype: the parameters' dtype.
@@ -84,7 +85,7 @@ class SOFT(HeadMixer):
         num_heads: int = 8,
         cells: int = 7,
         iterations: int = 20,
-        normalize: bool = False,
+        normalize: bool = True,
         qkv_bias: bool = True,
         device: Any = None,
         dtype: Any = None,
