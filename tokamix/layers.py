@@ -117,8 +117,8 @@ class PositionTable(nn.Module):
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """Add the positions of `grid` (H, W) to tokens x (B, prefix + H*W, C)."""
-        # an exported graph serves all sizes, and resizing to the same one changes nothing
-        fits = grid == self.grid and not torch.compiler.is_exporting()
+        # an exported graph serves all sizes: it must not compare them, and resizing to the same one changes nothing
+        fits = not torch.compiler.is_exporting() and grid == self.grid
         return x + (self.table if fits else self._resized(self.table, self.grid, grid))
 
     def fit(self, table: Tensor) -> Tensor:
