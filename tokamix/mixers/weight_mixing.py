@@ -1,0 +1,156 @@
+"""Adaptive weight mixing: each token says how its weight towards the others is composed from a bank."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from tokamix.layers import tokens_to_map
+from tokamix.ops import bank_mixing, resize_bank
+
+Pair = tuple[int, int]
+POLICY_ACTIVATIONS = ("identity", "softmax", "sigmoid")
+
+
+class WeightMixing(nn.Module):
+    """Mix the tokens of a window with weights composed from a bank, instead of attention between tokens.
+
+    AMixer: Adaptive Weight Mixing for Self-Attention Free Vision Transformers, ECCV 2022. A small network, the adapter,
+    gives each token its policy over the bank; `tokamix.ops.bank_mixing` does the rest. The pseudocode applies the value
+    projection to single heads, which its shapes do not allow; as in the authors' code it comes before the split.
+
+    On a grid other than the window, with `partition` the map is padded with zeros at the right and bottom (which take
+    part, as in the authors' code) and cut into windows; without, the whole grid is one window and the bank is resized.
+
+    Args:
+        dim: channels C.
+        window: side or (h, w) of the window the bank is made for.
+        num_heads: heads, each with weights of its own.
+        bank_size: entries K of the bank; None for 1.5 times the heads.
+        activation: normalisation over sources: "softmax", "identity", "l2", "sigmoid" or "layernorm".
+        policy_activation: normalisation over the bank: "identity", "softmax" or "sigmoid".
+        adaptive: whether the weights depend on the tokens; if not, the bank holds one entry for each head.
+        relative: one bank weight for each displacement; False for one for each pair of positions (one size only).
+        v_proj: project tokens to values.
+        out_proj: project the result.
+        partition: cut the map into windows.
+        shift: how far the windows lie further down and right (with `partition`).
+        shift_mask: keep tokens from opposite borders apart in shifted windows; the authors' code does not.
+        backend: the operator's backend; see `tokamix.ops.dispatch`.
+        device: where the parameters live.
+        dtype: the parameters' dtype.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        window: int | Pair,
+        num_heads: int = 8,
+        bank_size: int | None = None,
+        activation: str = "softmax",
+        policy_activation: str = "identity",
+        adaptive: bool = True,
+        relative: bool = True,
+        v_proj: bool = True,
+        out_proj: bool = True,
+        partition: bool = False,
+        shift: int | Pair = 0,
+        shift_mask: bool = True,
+        backend: str | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        dd = {"device": device, "dtype": dtype}
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"{dim} channels do not divide into {num_heads} heads; choose a divisor of {dim}")
+        if policy_activation not in POLICY_ACTIVATIONS:
+            possible = ", ".join(POLICY_ACTIVATIONS)
+            raise ValueError(f"unknown policy activation {policy_activation!r}: choose one of {possible}")
+        self.num_heads, self.activation, self.policy_activation = num_heads, activation, policy_activation
+        self.window = (window, window) if isinstance(window, int) else window
+        self.partition, self.shift_mask, self.backend = partition, shift_mask, backend
+        self.shift = (shift, shift) if isinstance(shift, int) else shift
+        size = int(1.5 * num_heads) if bank_size is None else bank_size
+        h, w = self.window
+        entries = ((2 * h - 1) * (2 * w - 1),) if relative else (h * w, h * w)
+        self.bank = nn.Parameter(torch.empty(size if adaptive else num_heads, *entries, **dd))
+        self.adapter: nn.Module | None = None
+        if adaptive:
+            self.adapter = nn.Sequential(
+                nn.Linear(dim, dim // 4, **dd), nn.GELU(), nn.Linear(dim // 4, size * num_heads, **dd)
+            )
+        self.v = nn.Linear(dim, dim, **dd) if v_proj else nn.Identity()
+        self.proj = nn.Linear(dim, dim, **dd) if out_proj else nn.Identity()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start with small bank weights: nearly uniform mixing under softmax."""
+        nn.init.normal_(self.bank, std=0.02)
+
+    def set_window(self, window: Pair, shift: Pair = (0, 0)) -> None:
+        """Resize the bank to another window, and set the windows' shift."""
+        if window != self.window:
+            self._check_relative(window)
+            bank = resize_bank(self.bank.detach(), self.window, window)
+            self.bank = nn.Parameter(bank, requires_grad=self.bank.requires_grad)
+        self.window, self.shift = window, shift
+
+    def forward(self, x: Tensor, grid: Pair, policy_embed: Tensor | None = None) -> Tensor:
+        """Mix tokens x (B, H*W, C) of grid (H, W); `policy_embed` (h*w, C) is added to what the adapter sees."""
+        height, width = grid
+        window, shift, bank = grid, (0, 0), self.bank
+        if self.partition:
+            window, shift = self.window, self.shift
+            rows, columns = -(-height // window[0]), -(-width // window[1])
+            grid = (rows * window[0], columns * window[1])
+            if padded := not _known_equal(grid, (height, width)):
+                pad = (0, 0, 0, grid[1] - width, 0, grid[0] - height)
+                x = F.pad(tokens_to_map(x, (height, width)), pad).flatten(1, 2)
+        elif not _known_equal(grid, self.window):
+            self._check_relative(grid)
+            bank = resize_bank(bank, self.window, grid)
+
+        v, policy = self.v(x), None
+        if self.adapter is not None:
+            policy = self._policy(x if policy_embed is None else x + self._tile(policy_embed, grid))
+            v = v.to(policy.dtype)
+        x = bank_mixing(
+            v.unflatten(2, (self.num_heads, -1)),
+            policy,
+            bank,
+            grid,
+            window,
+            shift,
+            self.shift_mask,
+            self.activation,
+            self.backend,
+        ).flatten(2)
+        if self.partition and padded:
+            # cropped by padding: a slice would tie an exported graph to sizes that need a crop
+            x = F.pad(tokens_to_map(x, grid), [-n for n in pad]).flatten(1, 2)
+        return self.proj(x)
+
+    def _policy(self, x: Tensor) -> Tensor:
+        assert self.adapter is not None
+        policy = self.adapter(x).unflatten(2, (-1, self.num_heads))  # (B, N, K, heads)
+        if self.policy_activation == "softmax":
+            return policy.softmax(2).to(policy.dtype)
+        return policy.sigmoid() if self.policy_activation == "sigmoid" else policy
+
+    def _tile(self, embed: Tensor, grid: Pair) -> Tensor:
+        """Repeat a window's embedding (h*w, C) over the windows of a grid -> (H*W, C)."""
+        (h, w), channels = self.window, embed.shape[-1]
+        tiled = embed.view(1, h, 1, w, channels).expand(grid[0] // h, h, grid[1] // w, w, channels)
+        return tiled.reshape(*grid, channels).roll(self.shift, (0, 1)).flatten(0, 1)
+
+    def _check_relative(self, window: Pair) -> None:
+        if self.bank.ndim == 3:
+            raise ValueError(f"an absolute bank for {self.window} cannot be resized to {window}; use relative=True")
+
+
+def _known_equal(a: Pair, b: Pair) -> bool:
+    """Whether two sizes are equal; False for sizes still unknown, so that a graph for any size is bound to none."""
+    return bool(statically_known_true(a[0] == b[0]) and statically_known_true(a[1] == b[1]))

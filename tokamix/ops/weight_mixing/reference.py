@@ -1,0 +1,132 @@
+"""Adaptive weight mixing in plain PyTorch.
+
+Weights travel as (sources, B, windows, heads, destinations): the product of policy and bank is one matrix product for
+each source, and so is laid out source first; the product with the values reads it in place.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Pair = tuple[int, int]
+LAYERNORM_EPS = 1e-5
+
+
+def bank_mixing(
+    v: Tensor,
+    policy: Tensor | None,
+    bank: Tensor,
+    grid: Pair,
+    window: Pair,
+    shift: Pair = (0, 0),
+    shift_mask: bool = True,
+    activation: str = "softmax",
+) -> Tensor:
+    """Mix values v (B, N, heads, d) with the weights of `mixing_weights`; see `tokamix.ops.bank_mixing`."""
+    weights = mixing_weights(policy, bank, grid, window, shift, shift_mask, activation).to(v.dtype)
+    values = to_windows(v, grid, window, shift).transpose(2, 3)  # (B, windows, heads, sources, d)
+    mixed = weights.permute(1, 2, 3, 4, 0) @ values  # (B, windows, heads, destinations, d)
+    return from_windows(mixed.transpose(2, 3), grid, window, shift)
+
+
+def mixing_weights(
+    policy: Tensor | None,
+    bank: Tensor,
+    grid: Pair,
+    window: Pair,
+    shift: Pair = (0, 0),
+    shift_mask: bool = True,
+    activation: str = "softmax",
+) -> Tensor:
+    """The weights (sources, B, windows, heads, destinations) that policy (B, N, K, heads) makes of a bank.
+
+    Without a policy the bank has one entry for each head, and B and windows are 1 (windows are many where a mask tells
+    them apart).
+    """
+    table = expand_bank(bank, window).transpose(0, 1)  # (sources, K, destinations)
+    if policy is None:
+        logits = table[:, None, None]
+    else:
+        rows = to_windows(policy, grid, window, shift).permute(2, 0, 1, 4, 3)  # (sources, B, windows, heads, K)
+        logits = torch.bmm(rows.flatten(1, 3), table.to(rows.dtype)).unflatten(1, rows.shape[1:4])
+    if logits.dtype == torch.float16:  # where the product overflows, the largest weight still wins
+        logits = logits.clamp(-65504, 65504)
+    return normalise(logits, activation, same_side(grid, window, shift, bank.device) if shift_mask else None)
+
+
+def normalise(logits: Tensor, activation: str, allowed: Tensor | None = None) -> Tensor:
+    """Turn logits into weights, for each destination over its sources (dim 0); sources not allowed weigh nothing."""
+    if activation == "softmax":
+        return (logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)).softmax(0)
+    if activation == "sigmoid":
+        return _mask(logits.sigmoid(), allowed)
+    if activation == "identity":
+        return _mask(logits, allowed)
+    # norms are taken in float32 at least: float16 has neither their range nor their eps
+    exact = _mask(logits.to(torch.promote_types(logits.dtype, torch.float32)), allowed)
+    if activation == "l2":
+        return F.normalize(exact, dim=0).to(logits.dtype)
+    count = logits.shape[0] if allowed is None else allowed.sum(0)
+    exact = _mask(exact - exact.sum(0) / count, allowed)
+    return (exact * (exact.square().sum(0) / count + LAYERNORM_EPS).rsqrt()).to(logits.dtype)
+
+
+def _mask(weights: Tensor, allowed: Tensor | None) -> Tensor:
+    return weights if allowed is None else weights * allowed
+
+
+def expand_bank(bank: Tensor, window: Pair) -> Tensor:
+    """The bank as matrices (K, sources, destinations), from a relative table (K, (2h-1) * (2w-1)) or already such."""
+    if bank.ndim == 3:
+        return bank
+    h, w = window
+    y, x = torch.arange(h, device=bank.device), torch.arange(w, device=bank.device)
+    dy, dx = y[:, None] - y + h - 1, x[:, None] - x + w - 1
+    index = dy[:, None, :, None] * (2 * w - 1) + dx[:, None, :]  # (h, w, h, w): sources, then destinations
+    return bank.index_select(1, index.flatten()).unflatten(1, (h * w, h * w))
+
+
+def same_side(grid: Pair, window: Pair, shift: Pair, device: torch.device) -> Tensor | None:
+    """Which pairs lie on the same side of the map's border, (sources, 1, windows, 1, destinations).
+
+    A cyclic shift joins opposite borders of the map in its last windows. None where nothing is shifted.
+    """
+    if shift == (0, 0):
+        return None
+    sides = []
+    for n, size, s in zip(grid, window, shift, strict=True):
+        wrapped = (torch.arange(n, device=device) >= n - s).unflatten(0, (n // size, size))
+        sides.append(wrapped[:, :, None] == wrapped[:, None, :])  # (windows, source, destination) along one axis
+    rows, columns = sides
+    same = rows[:, None, :, None, :, None] & columns[None, :, None, :, None, :]
+    return same.flatten(4, 5).flatten(2, 3).flatten(0, 1).transpose(0, 1)[:, None, :, None]
+
+
+def to_windows(x: Tensor, grid: Pair, window: Pair, shift: Pair = (0, 0)) -> Tensor:
+    """Tokens (B, H*W, ...) of a grid (H, W), shifted cyclically -> (B, windows, h*w, ...)."""
+    x = x.unflatten(1, grid)
+    if shift != (0, 0):
+        x = x.roll((-shift[0], -shift[1]), (1, 2))
+    (height, width), (h, w) = grid, window
+    x = x.unflatten(2, (width // w, w)).unflatten(1, (height // h, h))
+    return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+
+def from_windows(x: Tensor, grid: Pair, window: Pair, shift: Pair = (0, 0)) -> Tensor:
+    """The inverse of `to_windows`: (B, windows, h*w, ...) -> (B, H*W, ...)."""
+    (height, width), (h, w) = grid, window
+    x = x.unflatten(2, window).unflatten(1, (height // h, width // w)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+    if shift != (0, 0):
+        x = x.roll(shift, (1, 2))
+    return x.flatten(1, 2)
+
+
+def resize_bank(bank: Tensor, window: Pair, new_window: Pair) -> Tensor:
+    """A relative bank (K, (2h-1) * (2w-1)) of one window, for another: bicubic over the table of displacements.
+
+    The authors publish no way to do it. At the same window nothing changes.
+    """
+    size = (2 * new_window[0] - 1, 2 * new_window[1] - 1)
+    table = bank.unflatten(1, (2 * window[0] - 1, 2 * window[1] - 1))[None]
+    exact = table.to(torch.promote_types(bank.dtype, torch.float32))
+    return F.interpolate(exact, size, mode="bicubic").to(bank.dtype)[0].flatten(1)
