@@ -1,5 +1,6 @@
 """Adaptive weight mixing: each token says how its weight towards the others is composed from a bank."""
 
+import math
 from typing import Any
 
 import torch
@@ -98,10 +99,23 @@ class WeightMixing(nn.Module):
             self.bank = nn.Parameter(bank, requires_grad=self.bank.requires_grad)
         self.window, self.shift = window, shift
 
+    def set_grid(self, grid: Pair) -> None:
+        """Resize the bank to another grid, where the window is the whole grid."""
+        if not self.partition:
+            self.set_window(grid)
+
+    def fit(self, bank: Tensor) -> Tensor:
+        """A checkpoint's bank for a square window, resized to this one's."""
+        if bank.ndim == 3:
+            return bank
+        side = (math.isqrt(bank.shape[1]) + 1) // 2
+        return resize_bank(bank, (side, side), self.window)
+
     def forward(self, x: Tensor, grid: Pair, policy_embed: Tensor | None = None) -> Tensor:
         """Mix tokens x (B, H*W, C) of grid (H, W); `policy_embed` (h*w, C) is added to what the adapter sees."""
         height, width = grid
-        window, shift, bank = grid, (0, 0), self.bank
+        window, shift = grid, (0, 0)
+        bank: Tensor = self.bank
         if self.partition:
             window, shift = self.window, self.shift
             rows, columns = -(-height // window[0]), -(-width // window[1])
