@@ -32,7 +32,7 @@ class Linformer(HeadMixer):
         dim: channels C.
         num_heads: heads, each with C / num_heads channels.
         grid: the grid (H, W) the projections are made for.
-        projected: how many keys and values are left, at most H * W.
+        projected: how many keys and values are left.
         qkv_bias: whether the projection to queries, keys and values has a bias.
         device: where the parameters live.
         dtype: the parameters' dtype.
@@ -49,8 +49,7 @@ class Linformer(HeadMixer):
         dtype: Any = None,
     ) -> None:
         super().__init__(dim, num_heads, qkv_bias, device, dtype)
-        rows = min(projected, grid[0] * grid[1])
-        self.projection = nn.Parameter(torch.empty(2, rows, *grid, device=device, dtype=dtype))
+        self.projection = nn.Parameter(torch.empty(2, projected, *grid, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tokamix.mixers._heads import HeadMixer, full_precision, segment_means
@@ -45,17 +46,18 @@ def gaussian_kernel(x: Tensor, y: Tensor) -> Tensor:
 
 
 def newton_inverse(a: Tensor, iterations: int = 20) -> Tensor:
-    """The Moore-Penrose inverse of symmetric matrices a (..., M, M) by Newton's iteration x <- 2x - x a x.
+    """The Moore-Penrose inverse of symmetric matrices a (..., M, M) by Newton's iteration x <- x (2 - a x).
 
     Only the last step is differentiated: with the others held fixed its derivative is that of the inverse itself,
     -x da x. It starts from a / |a|_1^2, which always converges; twice that, as in the paper, falls to zero where all
     rows sum to the same (its authors' code halves it until a test passes, which no exported graph could do).
     """
+    two = 2 * torch.eye(a.shape[-1], device=a.device, dtype=a.dtype)
     fixed = a.detach()
     x = fixed / fixed.abs().sum(-2).amax(-1).square()[..., None, None]
     for _ in range(iterations - 1):
-        x = 2 * x - x @ fixed @ x
-    return 2 * x - x @ a @ x
+        x = x @ (two - fixed @ x)
+    return x @ (two - a @ x)
 
 
 class SOFT(HeadMixer):

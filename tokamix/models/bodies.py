@@ -9,11 +9,12 @@ import difflib
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from tokamix.layers import ConvEmbed, PositionTable, channels_last, pad_to_multiple
+from tokamix.layers import ConvEmbed, PositionTable, channels_last
 from tokamix.mixers.context_broadcast import ContextBroadcast
 from tokamix.mixers.registry import Site, get_mixer, make_mixer, watch_mixers
 from tokamix.models._backbone import Column, Pyramid, Stage, image_cfg
@@ -22,7 +23,7 @@ Pair = tuple[int, int]
 
 
 class PatchEmbed(ConvEmbed):
-    """Non-overlapping patches of a map (B, H, W, C), padded with zeros at the right and bottom, to vectors."""
+    """Vectors from the non-overlapping patches of a map (B, H, W, C), padded with zeros at the right and bottom."""
 
     def __init__(self, in_chans: int, dim: int, patch: int, device: Any = None, dtype: Any = None) -> None:
         super().__init__(in_chans, dim, patch, patch, eps=1e-6, device=device, dtype=dtype)
@@ -30,7 +31,9 @@ class PatchEmbed(ConvEmbed):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, H, W, in_chans) -> (B, h, w, dim)."""
-        return super().forward(pad_to_multiple(x, (self.patch, self.patch)))
+        # as many zeros as could be missing: the convolution leaves what it does not need, and shapes stay simple
+        missing = self.patch - 1
+        return super().forward(F.pad(x, (0, 0, 0, missing, 0, missing)))
 
 
 class Stem(PatchEmbed):

@@ -1,0 +1,135 @@
+"""Bodies: the same network around every mixer."""
+
+import pytest
+import timm
+import torch
+
+import tokamix
+from tokamix.mixers import list_mixers
+from tokamix.models.bodies import BODIES, build
+
+
+def shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
+    """Everything but the mixers."""
+    return {name: p.shape for name, p in model.state_dict().items() if ".mixer." not in name}
+
+
+@pytest.mark.parametrize(
+    ("body", "params", "macs"),
+    [
+        ("columnar_tiny", 5_717_416, 1_246_563_840),
+        ("columnar_small", 22_050_664, 4_574_026_752),
+        ("pyramid_tiny", 7_426_168, 3_307_860_480),
+        ("pyramid_small", 28_564_744, 8_783_324_160),
+    ],
+)
+def test_sizes(body: str, params: int, macs: int) -> None:
+    model = build(body, "softmax", device="meta")
+    assert sum(p.numel() for p in model.parameters()) == params
+    assert tokamix.count_macs(model, 224) == macs
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_only_the_mixer_differs(body: str) -> None:
+    small = {"depth": 2} if body.startswith("columnar") else {"depths": (2, 1, 1, 1)}
+    expected = shapes(build(body, "softmax", device="meta", **small))
+    for mixer in list_mixers():
+        assert shapes(build(body, mixer, device="meta", **small)) == expected, mixer
+
+
+def test_build_is_what_timm_creates() -> None:
+    torch.manual_seed(1)
+    built = build("columnar_tiny", "xca", depth=2, num_classes=5)
+    torch.manual_seed(1)
+    created = timm.create_model("columnar_tiny_xca", depth=2, num_classes=5)
+    assert built.pretrained_cfg == created.pretrained_cfg
+    assert built.pretrained_cfg["architecture"] == "columnar_tiny_xca"
+    x = torch.randn(1, 3, 40, 40)
+    assert torch.equal(built.eval()(x), created.eval()(x))
+    assert timm.models.model_entrypoint("columnar_tiny_xca").__name__ == "columnar_tiny_xca"
+
+
+def test_every_pair_is_registered() -> None:
+    names = {f"{body}_{mixer}" for body in BODIES for mixer in list_mixers()}
+    assert len(names) >= 56
+    assert names <= set(tokamix.list_models())
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(ValueError, match="there is no body 'columnar_tinny'; did you mean columnar_tiny"):
+        build("columnar_tinny", "sima")
+    with pytest.raises(ValueError, match="there is no body 'x'; choose one of columnar_tiny, "):
+        build("x", "sima")
+    with pytest.raises(ValueError, match="there is no mixer 'simma'; did you mean sima"):
+        build("columnar_tiny", "simma")
+    with pytest.raises(ValueError, match="must have a value for each stage"):
+        build("pyramid_tiny", "sima", depths=(1, 1))
+
+
+@pytest.mark.parametrize(("body", "blocks"), [("columnar_tiny", "blocks.1"), ("pyramid_tiny", "stages.1.blocks.0")])
+def test_context_broadcasting_ends_the_mlp(body: str, blocks: str) -> None:
+    depths = {"depth": 2} if body.startswith("columnar") else {"depths": (1, 1, 1, 1)}
+    plain = build(body, "sima", **depths).double().eval()
+    with_cb = build(body, "sima", context_broadcast="cb", **depths).double().eval()
+    scaled = build(body, "sima", context_broadcast="cbs", **depths).double().eval()
+    with_cb.load_state_dict(plain.state_dict())  # it has no parameter more
+    new = {n: p.shape for n, p in scaled.state_dict().items() if n not in plain.state_dict()}
+    assert len(new) == sum(depths.get("depths", (2,)))
+    assert all(n.endswith("context.scale") for n in new)
+    block, block_cb = plain.get_submodule(blocks), with_cb.get_submodule(blocks)
+    x = torch.randn(2, 12, block.norm1.weight.shape[0], dtype=torch.float64)
+    mixed = x + block.mixer(block.norm1(x), (3, 4))
+    branch = block.mlp(block.norm2(mixed))
+    torch.testing.assert_close(block(x, (3, 4)), mixed + branch)
+    torch.testing.assert_close(block_cb(x, (3, 4)), mixed + (branch + branch.mean(1, keepdim=True)) / 2)
+
+
+def test_context_broadcasting_needs_a_class_token_for_its_gate() -> None:
+    with pytest.raises(ValueError, match="'gate' multiplies by the class token, and there is none"):
+        build("columnar_tiny", "sima", context_broadcast="gate", device="meta")
+    with pytest.raises(ValueError, match="unknown kind 'x'"):
+        build("columnar_tiny", "sima", context_broadcast="x", device="meta")
+
+
+def test_mixers_take_options() -> None:
+    model = build("columnar_tiny", "cosformer", depth=1, mixer_kwargs={"reweight": True}).eval()
+    assert model.blocks[0].mixer.reweight
+    plain = build("columnar_tiny", "cosformer", depth=1).eval()
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(1, 3, 64, 64)
+    assert not torch.allclose(plain(x), model(x))
+    cell = build("pyramid_tiny", "super_token", device="meta", mixer_kwargs={"cell": 2}).stages[0].blocks[0].mixer.cell
+    assert cell == (2, 2)
+
+
+def test_mixers_are_fitted_to_their_site() -> None:
+    stages = build("pyramid_tiny", "weight_mixing", device="meta").stages
+    windows = [[(block.mixer.window, block.mixer.shift) for block in stage.blocks[:2]] for stage in stages]
+    shifted = [((7, 7), (0, 0)), ((7, 7), (3, 3))]
+    assert windows == [shifted, shifted, [((14, 14), (0, 0))] * 2, [((7, 7), (0, 0))] * 2]
+    assert build("columnar_tiny", "weight_mixing", device="meta", img_size=160).blocks[0].mixer.window == (10, 10)
+    cells = [stage.blocks[0].mixer.cell for stage in build("pyramid_tiny", "super_token", device="meta").stages]
+    assert cells == [(8, 8), (4, 4), (1, 1), (1, 1)]
+    offsets = [
+        build(body, "active_token", device="meta").get_submodule(block).mixer.offset[1].out_features
+        for body, block in (("columnar_tiny", "blocks.0"), ("pyramid_small", "stages.0.blocks.0"))
+    ]
+    assert offsets == [2 * 192 // 4, 2 * 96 // 2]
+
+
+@pytest.mark.parametrize("mixer", ["softmax", "linformer", "weight_mixing"])
+@pytest.mark.parametrize("body", ["columnar_tiny", "pyramid_tiny"])
+def test_other_image_sizes(body: str, mixer: str) -> None:
+    """Tables resized on the fly, for good by set_input_size, and when a checkpoint is loaded, give the same."""
+    sizes = {"depth": 1} if body.startswith("columnar") else {"depths": (1, 1, 1, 1)}
+    model = build(body, mixer, img_size=224, num_classes=3, **sizes).double().eval()
+    x = torch.randn(1, 3, 256, 256, dtype=torch.float64)
+    expected = model(x)
+    other = build(body, mixer, img_size=256, num_classes=3, **sizes).double().eval()
+    tokamix.load_checkpoint(other, model.state_dict())
+    torch.testing.assert_close(other(x), expected)
+    model.set_input_size(256)
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in other.named_parameters()}
+    torch.testing.assert_close(model(x), expected)
+    model.set_input_size((64, 96))
+    assert model(x[..., :64, :96]).shape == (1, 3)
