@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.conftest import assert_golden, golden_cases, load_golden
-from tokamix.mixers import SimA, SimAClassAttention
+from tokamix.mixers import SimAClassAttention, SimASelfAttention
 from tokamix.models import sima as family
 
 OFFICIAL = Path(__file__).parent / "official"
@@ -98,7 +98,7 @@ def build(golden: SimpleNamespace) -> tuple[nn.Module, tuple[object, ...]]:
     ctor = golden.meta["ctor"]
     match golden.meta["class"]:
         case "SimA":
-            return load(SimA(*dim_and_heads(golden)), golden), ()
+            return load(SimASelfAttention(*dim_and_heads(golden)), golden), ()
         case "ClassAttention":
             return load(SimAClassAttention(*dim_and_heads(golden)), golden), ()
         case "SimABlock":

@@ -1,4 +1,4 @@
-"""Token mixers as modules, called `mixer(x, grid)` on tokens (B, N, C)."""
+"""Token mixers as modules, called `mixer(x, grid)` on tokens (B, N, C); `SimA` as nn.MultiheadAttention is."""
 
 from tokamix.mixers.active_token import ActiveOffset, ActiveTokenMixer
 from tokamix.mixers.context_broadcast import ContextBroadcast
@@ -9,7 +9,8 @@ from tokamix.mixers.nystrom import Nystrom
 from tokamix.mixers.performer import Performer
 from tokamix.mixers.pooling import Identity, Pooling
 from tokamix.mixers.registry import Site, list_mixers, make_mixer, register_mixer
-from tokamix.mixers.sima import SimA, SimAClassAttention
+from tokamix.mixers.sima import SimAClassAttention, SimASelfAttention
+from tokamix.mixers.sima_multihead import SimA
 from tokamix.mixers.soft import SOFT
 from tokamix.mixers.softmax import SoftmaxAttention
 from tokamix.mixers.super_token import SuperTokenAttention
@@ -31,6 +32,7 @@ __all__ = [
     "Pooling",
     "SimA",
     "SimAClassAttention",
+    "SimASelfAttention",
     "Site",
     "SoftmaxAttention",
     "SuperTokenAttention",

@@ -14,7 +14,7 @@ from tokamix.mixers.linformer import Linformer
 from tokamix.mixers.nystrom import Nystrom
 from tokamix.mixers.performer import Performer
 from tokamix.mixers.pooling import Identity, Pooling
-from tokamix.mixers.sima import SimA
+from tokamix.mixers.sima import SimASelfAttention
 from tokamix.mixers.soft import SOFT
 from tokamix.mixers.softmax import SoftmaxAttention
 from tokamix.mixers.super_token import SuperTokenAttention
@@ -137,7 +137,9 @@ def _no_channels(mixer: type[nn.Module]) -> Callable[..., nn.Module]:
 
 register_mixer("softmax", _heads(SoftmaxAttention), "arXiv:1706.03762", "Attention Is All You Need")
 register_mixer("xca", _heads(XCA), "arXiv:2106.09681", "XCiT: Cross-Covariance Image Transformers")
-register_mixer("sima", _heads(SimA), "arXiv:2206.08898", "SimA: Simple Softmax-free Attention for Vision Transformers")
+register_mixer(
+    "sima", _heads(SimASelfAttention), "arXiv:2206.08898", "SimA: Simple Softmax-free Attention for Vision Transformers"
+)
 register_mixer("active_token", _active_token, "arXiv:2203.06108", "Active Token Mixer")
 register_mixer("super_token", _super_token, "arXiv:2211.11167", "Vision Transformer with Super Token Sampling")
 register_mixer("weight_mixing", _weight_mixing, "doi:10.1007/978-3-031-19803-8_4", "AMixer: Adaptive Weight Mixing")

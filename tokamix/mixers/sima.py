@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from tokamix.ops import sima_class_attention, sima_self_attention
 
 
-class SimA(nn.Module):
+class SimASelfAttention(nn.Module):
     """Multi-head attention with l1-normalised queries and keys in place of softmax.
 
     SimA: Simple Softmax-free Attention for Vision Transformers, arXiv 2206.08898. It does not look at the grid.
@@ -47,7 +47,7 @@ class SimA(nn.Module):
         return self.qkv(x).unflatten(-1, (3, self.num_heads, x.shape[-1] // self.num_heads))  # (B, N, 3, H, D)
 
 
-class SimAClassAttention(SimA):
+class SimAClassAttention(SimASelfAttention):
     """What the class token (the first) gathers from all tokens, itself included.
 
     As in the authors' XCiT: queries and keys are normalised over all tokens with eps 1e-6, though one query attends.

@@ -22,7 +22,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import Tensor, nn
 
 from tokamix.layers import MapConv, channels_first, channels_last, map_to_tokens, tokens_to_map
-from tokamix.mixers.sima import SimA, SimAClassAttention
+from tokamix.mixers.sima import SimAClassAttention, SimASelfAttention
 from tokamix.models._backbone import Column, Indices, image_cfg
 
 LayerNorm = partial(nn.LayerNorm, eps=1e-6)
@@ -115,7 +115,7 @@ class Block(nn.Module):
         super().__init__()
         self.eta = eta
         self.norm_attn = LayerNorm(dim, **dd)
-        self.attn = SimA(dim, num_heads, qkv_bias, norm, **dd)
+        self.attn = SimASelfAttention(dim, num_heads, qkv_bias, norm, **dd)
         self.scale_attn = nn.Parameter(torch.empty(dim, **dd))
         self.local = LocalPatchInteraction(dim, act_layer, **dd) if local_interaction else None
         if local_interaction:
