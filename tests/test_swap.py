@@ -13,7 +13,7 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 import tokamix
-from tokamix.mixers.sima_multihead import SimA
+from tokamix.mixers import SimA
 from tokamix.swap import QKVSimA, insert_context_broadcast, remove_context_broadcast, swap_mixer
 
 SIZE, CLASSES = 64, 5

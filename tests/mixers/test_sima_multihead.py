@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tokamix.mixers.sima_multihead import SimA
+from tokamix.mixers import SimA
 
 B, L, S, C, H = 3, 5, 7, 12, 3
 
