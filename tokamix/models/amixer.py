@@ -427,7 +427,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
         if isinstance(module, WeightMixing) and (bank := state.get(f"{path}.bank")) is not None and bank.ndim == 2:
             side = (math.isqrt(bank.shape[1]) + 1) // 2
             window = (side, side) if positions is None else (positions.shape[1], positions.shape[2])
-            state[f"{path}.bank"] = resize_bank(bank, window, module.window)
+            if window != module.window:
+                state[f"{path}.bank"] = resize_bank(bank, window, module.window)
         if isinstance(module, WindowStage) and (ape := state.get(f"{path}.policy_ape")) is not None:
             side = math.isqrt(ape.shape[0])
             state[f"{path}.policy_ape"] = _resize_ape(ape, (side, side), module.window)
