@@ -21,7 +21,7 @@ from timm.layers import DropPath, Mlp, get_act_layer, trunc_normal_
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from tokamix.layers import MapConv, channels_first, channels_last, map_to_tokens, tokens_to_map
+from tokamix.layers import DepthwiseConv, MapConv, channels_first, channels_last, map_to_tokens, tokens_to_map
 from tokamix.mixers.sima import SimAClassAttention, SimASelfAttention
 from tokamix.models._backbone import Column, Indices, image_cfg
 
@@ -83,15 +83,15 @@ class LocalPatchInteraction(nn.Module):
     def __init__(self, dim: int, act_layer: Any = nn.GELU, device: Any = None, dtype: Any = None) -> None:
         dd = {"device": device, "dtype": dtype}
         super().__init__()
-        self.conv1 = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, **dd)
+        self.conv1 = DepthwiseConv(dim, **dd)
         self.act = act_layer()
         self.bn = nn.BatchNorm2d(dim, **dd)
-        self.conv2 = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, **dd)
+        self.conv2 = DepthwiseConv(dim, **dd)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         """Mix tokens x (B, N, C) with their neighbours on the grid."""
-        x = channels_first(tokens_to_map(x, grid))
-        return channels_last(self.conv2(self.bn(self.act(self.conv1(x))))).flatten(1, 2)
+        x = self.act(self.conv1(tokens_to_map(x, grid)))
+        return self.conv2(channels_last(self.bn(channels_first(x)))).flatten(1, 2)
 
 
 class Block(nn.Module):

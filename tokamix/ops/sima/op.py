@@ -11,7 +11,6 @@ from tokamix.ops.sima import reference
 
 NORMS = ("l1", "l2", None)
 ORDERS = ("linear", "quadratic", None)
-MAX_KERNEL_DIM = 128
 
 
 def sima_attention(
@@ -51,7 +50,7 @@ def sima_attention(
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must share one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; cast them first")
-    if dispatch.choose("sima_attention", q, k, v, backend=backend, limit=_limit(q.shape[-1], order)) == "triton":
+    if dispatch.choose("sima_attention", q, k, v, backend=backend, limit=_limit(q, order)) == "triton":
         out = torch.ops.tokamix.sima_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), norm, eps)
         return out.transpose(1, 2)
     return reference.sima_attention(q, k, v, norm, order or _cheaper_order(q, k), eps)
@@ -75,7 +74,7 @@ def sima_self_attention(
     _check_options(norm, order, eps)
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ValueError(f"sima_self_attention needs qkv of shape (B, N, 3, H, D), got {tuple(qkv.shape)}")
-    if dispatch.choose("sima_self_attention", qkv, backend=backend, limit=_limit(qkv.shape[-1], order)) == "triton":
+    if dispatch.choose("sima_self_attention", qkv, backend=backend, limit=_limit(qkv, order)) == "triton":
         return torch.ops.tokamix.sima_self_attention(qkv, norm, eps).flatten(2)
     q, k, v = qkv.transpose(1, 3).unbind(2)  # (B, H, N, D) each
     out = reference.sima_attention(q, k, v, norm, order or _cheaper_order(q, k), eps)
@@ -107,10 +106,11 @@ def _cheaper_order(q: Tensor, k: Tensor) -> str:
     return "quadratic" if 2 * nq * nk < dim * (nq + nk) else "linear"
 
 
-def _limit(dim: int, order: str | None) -> str | None:
+def _limit(x: Tensor, order: str | None) -> str | None:
     if order == "quadratic":
         return "the kernels multiply in the linear order"
-    return "no kernel yet"
+    widest = 64 if x.dtype == torch.float32 else 128
+    return f"head dim {x.shape[-1]} is over {widest} in {x.dtype}" if x.shape[-1] > widest else None
 
 
 # The registered operators keep tokens before heads, (B, N, H, D), as the Linear layers around them do. The backward
@@ -183,7 +183,7 @@ _self_attention.register_autograd(_differentiate_self, setup_context=_keep_input
 
 
 def _use_kernels(x: Tensor) -> bool:
-    return dispatch.why_not(x) is None and _limit(x.shape[-1], None) is None
+    return dispatch.why_not(x) is None and _limit(x, None) is None
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, norm: str | None, eps: float) -> Tensor:
@@ -197,10 +197,12 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, norm: str | None, eps: float) -> T
 
 def _backward(grad: Tensor, inputs: Sequence[Tensor], grads: Sequence[Tensor], norm: str | None, eps: float) -> None:
     """Write the gradients of q, k and v into `grads`."""
-    if _use_kernels(grad):
+    q, k, v = inputs
+    if _use_kernels(q):
         from tokamix.ops.sima import kernels
 
-        return kernels.backward(grad, *inputs, *grads, norm, eps)
-    grad, q, k, v = (x.transpose(1, 2) for x in (grad, *inputs))
+        dq, dk, dv = grads
+        return kernels.backward(grad, q, k, v, dq, dk, dv, norm, eps)
+    grad, q, k, v = (x.transpose(1, 2) for x in (grad, q, k, v))
     for target, value in zip(grads, reference.sima_attention_backward(grad, q, k, v, norm, eps), strict=True):
         target.copy_(value.transpose(1, 2))

@@ -7,7 +7,7 @@ copy of q or k is made, and w meets either a small matrix or one operand.
 import torch
 from torch import Tensor
 
-from tokamix.ops.dispatch import no_autocast
+from tokamix.ops.precision import no_autocast
 
 
 def sima_attention(q: Tensor, k: Tensor, v: Tensor, norm: str | None, order: str, eps: float) -> Tensor:

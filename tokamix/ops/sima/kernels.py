@@ -1,0 +1,456 @@
+"""SimA attention in Triton.
+
+With w = 1 / (|q| |k|) per channel, M = w ⊙ (kᵀ v) and P = w ⊙ (qᵀ do), all D x D per head:
+
+    o = q M        dv = k P        dq = do Mᵀ - t ∂log|q|        dk = v Pᵀ - t ∂log|k|        t = Σ M ⊙ P / w
+
+so each pass gathers over the tokens once (products and norms) and applies small matrices to the tokens once. Where
+heads fill the machine, one program does both for its head and reads the tokens from the cache the second time; where
+tokens are many and heads few, the tokens are split: gather partial sums, combine them, apply. Nothing is added
+atomically, so results do not vary from run to run.
+
+Bytes: forward reads q, k, v and writes o; backward reads q, k, v, do and writes dq, dk, dv. Split, the second reading
+(q; q, k, v, do) comes on top.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+POWERS = {None: 0, "l1": 1, "l2": 2}
+
+
+@triton.jit
+def _load(p_x, o_n, left, x_n, o_d, D):
+    """A block of tokens (BLOCK_N, BLOCK_D), zero beyond the `left` tokens and D channels there are."""
+    mask = (o_n < left)[:, None] & (o_d < D)[None, :]
+    return tl.load(p_x + o_n[:, None] * x_n + o_d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(p_x, b_x, o_n, left, x_n, o_d, D):
+    mask = (o_n < left)[:, None] & (o_d < D)[None, :]
+    tl.store(p_x + o_n[:, None] * x_n + o_d[None, :], b_x.to(p_x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _product(b_x, b_y, b_sum):
+    """sum + xᵀ y over a block of tokens."""
+    return tl.dot(tl.trans(b_x), b_y, b_sum, input_precision="tf32x3")
+
+
+@triton.jit
+def _power_sum(b_x, POWER: tl.constexpr):
+    """What a block of tokens adds to each channel's norm, before the root."""
+    b_x = b_x.to(tl.float32)
+    if POWER == 2:
+        b_x = b_x * b_x
+    return tl.sum(tl.abs(b_x), axis=0)
+
+
+@triton.jit
+def _norm(b_sum, eps, POWER: tl.constexpr):
+    if POWER == 0:
+        b_sum = tl.full(b_sum.shape, 1.0, tl.float32)
+    if POWER == 2:
+        b_sum = tl.sqrt(b_sum)
+    return tl.maximum(b_sum, eps)
+
+
+@triton.jit
+def _operand(b_matrix, dtype: tl.constexpr):
+    """A small float32 matrix in the type that tokens of `dtype` are multiplied in; float16 has not its range."""
+    if dtype == tl.bfloat16:
+        b_matrix = b_matrix.to(tl.bfloat16)
+    return b_matrix
+
+
+@triton.jit
+def _apply(b_x, b_matrix):
+    """Tokens x times a small matrix; tf32 keeps every bit of float16."""
+    if b_x.dtype == tl.float16:
+        b_out = tl.dot(b_x.to(tl.float32), b_matrix, input_precision="tf32")
+    else:
+        b_out = tl.dot(b_x, b_matrix, input_precision="tf32x3")
+    return b_out
+
+
+@triton.jit
+def _gather(
+    p_q, p_k, p_v, p_do, q_n, k_n, v_n, do_n, NQ, NK, D, count,
+    POWER: tl.constexpr, BACKWARD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Sums over `count` tokens: kᵀ v, qᵀ do and the powers of q and k."""
+    o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    b_kv = tl.zeros((BLOCK_D, BLOCK_D), tl.float32)
+    b_qdo = tl.zeros((BLOCK_D, BLOCK_D), tl.float32)
+    b_q_sum = tl.zeros((BLOCK_D,), tl.float32)
+    b_k_sum = tl.zeros((BLOCK_D,), tl.float32)
+    for n in range(0, count, BLOCK_N):
+        b_k = _load(p_k, o_n, NK - n, k_n, o_d, D)
+        b_v = _load(p_v, o_n, NK - n, v_n, o_d, D)
+        b_q = _load(p_q, o_n, NQ - n, q_n, o_d, D)
+        b_kv = _product(b_k, b_v, b_kv)
+        b_k_sum += _power_sum(b_k, POWER)
+        b_q_sum += _power_sum(b_q, POWER)
+        if BACKWARD:
+            b_do = _load(p_do, o_n, NQ - n, do_n, o_d, D)
+            b_qdo = _product(b_q, b_do, b_qdo)
+            p_do += BLOCK_N * do_n
+        p_q += BLOCK_N * q_n
+        p_k += BLOCK_N * k_n
+        p_v += BLOCK_N * v_n
+    return b_kv, b_qdo, b_q_sum, b_k_sum
+
+
+@triton.jit
+def _weigh(b_kv, b_qdo, b_q_sum, b_k_sum, eps, POWER: tl.constexpr):
+    """Sums -> M, P, and what multiplies sign(q), sign(k) (for l2: q, k) in the gradients."""
+    b_q_norm, b_k_norm = _norm(b_q_sum, eps, POWER), _norm(b_k_sum, eps, POWER)
+    b_m = b_kv / b_q_norm[:, None] / b_k_norm[:, None]
+    b_p = b_qdo / b_q_norm[:, None] / b_k_norm[:, None]
+    b_t = tl.sum(b_m * b_p, axis=1)
+    b_q_slope, b_k_slope = b_t * b_k_norm, b_t * b_q_norm
+    if POWER == 2:
+        b_q_slope, b_k_slope = b_q_slope / b_q_norm, b_k_slope / b_k_norm
+    # a norm held at eps does not change with its channel
+    b_q_slope = tl.where(b_q_norm > eps, b_q_slope, 0.0)
+    b_k_slope = tl.where(b_k_norm > eps, b_k_slope, 0.0)
+    return b_m, b_p, b_q_slope, b_k_slope
+
+
+@triton.jit
+def _minus_slope(b_dx, b_x, b_slope, POWER: tl.constexpr):
+    b_x = b_x.to(tl.float32)
+    if POWER == 1:
+        b_x = tl.where(b_x > 0, 1.0, tl.where(b_x < 0, -1.0, 0.0))
+    if POWER != 0:
+        b_dx -= b_x * b_slope[None, :]
+    return b_dx
+
+
+@triton.jit
+def _write_output(p_q, p_o, q_n, o_n_, NQ, D, count, b_m, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """O = q M for `count` tokens."""
+    o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    b_m = _operand(b_m, p_q.dtype.element_ty)
+    for n in range(0, count, BLOCK_N):
+        b_q = _load(p_q, o_n, NQ - n, q_n, o_d, D)
+        _store(p_o, _apply(b_q, b_m), o_n, NQ - n, o_n_, o_d, D)
+        p_q += BLOCK_N * q_n
+        p_o += BLOCK_N * o_n_
+
+
+@triton.jit
+def _write_gradients(
+    p_do, p_q, p_k, p_v, p_dq, p_dk, p_dv, do_n, q_n, k_n, v_n, dq_n, dk_n, dv_n, NQ, NK, D, count,
+    b_m, b_p, b_q_slope, b_k_slope, POWER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The gradients of `count` tokens."""
+    o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    b_m_t = _operand(tl.trans(b_m), p_q.dtype.element_ty)
+    b_p_t = _operand(tl.trans(b_p), p_q.dtype.element_ty)
+    b_p = _operand(b_p, p_q.dtype.element_ty)
+    for n in range(0, count, BLOCK_N):
+        b_do = _load(p_do, o_n, NQ - n, do_n, o_d, D)
+        b_q = _load(p_q, o_n, NQ - n, q_n, o_d, D)
+        b_v = _load(p_v, o_n, NK - n, v_n, o_d, D)
+        b_k = _load(p_k, o_n, NK - n, k_n, o_d, D)
+        _store(p_dq, _minus_slope(_apply(b_do, b_m_t), b_q, b_q_slope, POWER), o_n, NQ - n, dq_n, o_d, D)
+        _store(p_dk, _minus_slope(_apply(b_v, b_p_t), b_k, b_k_slope, POWER), o_n, NK - n, dk_n, o_d, D)
+        _store(p_dv, _apply(b_k, b_p), o_n, NK - n, dv_n, o_d, D)
+        p_do += BLOCK_N * do_n
+        p_q += BLOCK_N * q_n
+        p_k += BLOCK_N * k_n
+        p_v += BLOCK_N * v_n
+        p_dq += BLOCK_N * dq_n
+        p_dk += BLOCK_N * dk_n
+        p_dv += BLOCK_N * dv_n
+
+
+# In the kernels x_b, x_n, x_h are the strides of x (B, N, H, D), whose last stride is 1; a program is (b * H + h) or
+# (b * H + h) * chunks + chunk.
+
+
+@triton.jit
+def _forward_kernel(
+    p_q, p_k, p_v, p_o,  # (B, NQ, H, D), (B, NK, H, D) twice, (B, NQ, H, D)
+    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n_, o_h,
+    H, NQ, NK, D, eps,
+    POWER: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0)
+    i_b, i_h = (i // H).to(tl.int64), (i % H).to(tl.int64)
+    p_q += i_b * q_b + i_h * q_h
+    p_k += i_b * k_b + i_h * k_h
+    p_v += i_b * v_b + i_h * v_h
+    p_o += i_b * o_b + i_h * o_h
+    if ONE_BLOCK:  # q stays in registers between its norm and its product
+        o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+        b_k = _load(p_k, o_n, NK, k_n, o_d, D)
+        b_v = _load(p_v, o_n, NK, v_n, o_d, D)
+        b_q = _load(p_q, o_n, NQ, q_n, o_d, D)
+        b_kv = _product(b_k, b_v, tl.zeros((BLOCK_D, BLOCK_D), tl.float32))
+        b_m, _, _, _ = _weigh(b_kv, b_kv, _power_sum(b_q, POWER), _power_sum(b_k, POWER), eps, POWER)
+        _store(p_o, _apply(b_q, _operand(b_m, b_q.dtype)), o_n, NQ, o_n_, o_d, D)
+    else:
+        b_kv, b_qdo, b_q_sum, b_k_sum = _gather(
+            p_q, p_k, p_v, p_q, q_n, k_n, v_n, q_n, NQ, NK, D, tl.maximum(NQ, NK), POWER, False, BLOCK_N, BLOCK_D
+        )
+        b_m, _, _, _ = _weigh(b_kv, b_qdo, b_q_sum, b_k_sum, eps, POWER)
+        _write_output(p_q, p_o, q_n, o_n_, NQ, D, NQ, b_m, BLOCK_N, BLOCK_D)
+
+
+@triton.jit
+def _backward_kernel(
+    p_do, p_q, p_k, p_v, p_dq, p_dk, p_dv,
+    do_b, do_n, do_h, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
+    dq_b, dq_n, dq_h, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h,
+    H, NQ, NK, D, eps,
+    POWER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0)
+    i_b, i_h = (i // H).to(tl.int64), (i % H).to(tl.int64)
+    p_do += i_b * do_b + i_h * do_h
+    p_q += i_b * q_b + i_h * q_h
+    p_k += i_b * k_b + i_h * k_h
+    p_v += i_b * v_b + i_h * v_h
+    p_dq += i_b * dq_b + i_h * dq_h
+    p_dk += i_b * dk_b + i_h * dk_h
+    p_dv += i_b * dv_b + i_h * dv_h
+    count = tl.maximum(NQ, NK)
+    b_kv, b_qdo, b_q_sum, b_k_sum = _gather(
+        p_q, p_k, p_v, p_do, q_n, k_n, v_n, do_n, NQ, NK, D, count, POWER, True, BLOCK_N, BLOCK_D
+    )
+    b_m, b_p, b_q_slope, b_k_slope = _weigh(b_kv, b_qdo, b_q_sum, b_k_sum, eps, POWER)
+    _write_gradients(
+        p_do, p_q, p_k, p_v, p_dq, p_dk, p_dv, do_n, q_n, k_n, v_n, dq_n, dk_n, dv_n, NQ, NK, D, count,
+        b_m, b_p, b_q_slope, b_k_slope, POWER, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gather_kernel(
+    p_do, p_q, p_k, p_v,
+    p_sums,  # (B * H, chunks, ROWS, BLOCK_D) float32; ROWS: kᵀ v, |q|, |k|, and for BACKWARD qᵀ do
+    do_b, do_n, do_h, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
+    H, NQ, NK, D, chunks, chunk_size,
+    POWER: tl.constexpr, BACKWARD: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0)
+    i_head, start = i // chunks, i % chunks * chunk_size
+    i_b, i_h, at = (i_head // H).to(tl.int64), (i_head % H).to(tl.int64), start.to(tl.int64)
+    count = tl.minimum(chunk_size, tl.maximum(NQ, NK) - start)
+    b_kv, b_qdo, b_q_sum, b_k_sum = _gather(
+        p_q + i_b * q_b + i_h * q_h + at * q_n,
+        p_k + i_b * k_b + i_h * k_h + at * k_n,
+        p_v + i_b * v_b + i_h * v_h + at * v_n,
+        p_do + i_b * do_b + i_h * do_h + at * do_n,
+        q_n, k_n, v_n, do_n, NQ - start, NK - start, D, count, POWER, BACKWARD, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    o_d = tl.arange(0, BLOCK_D)
+    p_sums += i.to(tl.int64) * ROWS * BLOCK_D
+    square = o_d[:, None] * BLOCK_D + o_d[None, :]
+    tl.store(p_sums + square, b_kv)
+    tl.store(p_sums + BLOCK_D * BLOCK_D + o_d, b_q_sum)
+    tl.store(p_sums + (BLOCK_D + 1) * BLOCK_D + o_d, b_k_sum)
+    if BACKWARD:
+        tl.store(p_sums + (BLOCK_D + 2) * BLOCK_D + square, b_qdo)
+
+
+@triton.jit
+def _combine_kernel(
+    p_sums,  # as above
+    p_small,  # (B * H, ROWS, BLOCK_D) float32: M, and for BACKWARD the slopes of q and k, and P
+    chunks, eps,
+    POWER: tl.constexpr, BACKWARD: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    i_head, o_d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)
+    o_r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    some = o_r[:, None] * BLOCK_D + o_d[None, :]
+    p_sums += i_head * chunks * ROWS * BLOCK_D
+    b_kv = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    b_qdo = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    b_q_sum = tl.zeros((BLOCK_R,), tl.float32)
+    b_k_sum = tl.zeros((BLOCK_R,), tl.float32)
+    for _ in range(0, chunks):
+        b_kv += tl.load(p_sums + some)
+        b_q_sum += tl.load(p_sums + BLOCK_D * BLOCK_D + o_r)
+        b_k_sum += tl.load(p_sums + (BLOCK_D + 1) * BLOCK_D + o_r)
+        if BACKWARD:
+            b_qdo += tl.load(p_sums + (BLOCK_D + 2) * BLOCK_D + some)
+        p_sums += ROWS * BLOCK_D
+    b_m, b_p, b_q_slope, b_k_slope = _weigh(b_kv, b_qdo, b_q_sum, b_k_sum, eps, POWER)
+    p_small += i_head * ROWS * BLOCK_D
+    tl.store(p_small + some, b_m)
+    if BACKWARD:
+        tl.store(p_small + BLOCK_D * BLOCK_D + o_r, b_q_slope)
+        tl.store(p_small + (BLOCK_D + 1) * BLOCK_D + o_r, b_k_slope)
+        tl.store(p_small + (BLOCK_D + 2) * BLOCK_D + some, b_p)
+
+
+@triton.jit
+def _output_kernel(
+    p_q, p_small, p_o,
+    q_b, q_n, q_h, o_b, o_n_, o_h,
+    H, NQ, D, chunks, chunk_size,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    i = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards: the tokens gathered last are still in the cache
+    i_head, start = i // chunks, i % chunks * chunk_size
+    i_b, i_h, at = (i_head // H).to(tl.int64), (i_head % H).to(tl.int64), start.to(tl.int64)
+    o_d = tl.arange(0, BLOCK_D)
+    b_m = tl.load(p_small + i_head.to(tl.int64) * ROWS * BLOCK_D + o_d[:, None] * BLOCK_D + o_d[None, :])
+    _write_output(
+        p_q + i_b * q_b + i_h * q_h + at * q_n,
+        p_o + i_b * o_b + i_h * o_h + at * o_n_,
+        q_n, o_n_, NQ - start, D, tl.minimum(chunk_size, NQ - start), b_m, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gradients_kernel(
+    p_do, p_q, p_k, p_v, p_small, p_dq, p_dk, p_dv,
+    do_b, do_n, do_h, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
+    dq_b, dq_n, dq_h, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h,
+    H, NQ, NK, D, chunks, chunk_size,
+    POWER: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    i = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards, as above
+    i_head, start = i // chunks, i % chunks * chunk_size
+    i_b, i_h, at = (i_head // H).to(tl.int64), (i_head % H).to(tl.int64), start.to(tl.int64)
+    o_d = tl.arange(0, BLOCK_D)
+    p_small += i_head.to(tl.int64) * ROWS * BLOCK_D
+    square = o_d[:, None] * BLOCK_D + o_d[None, :]
+    _write_gradients(
+        p_do + i_b * do_b + i_h * do_h + at * do_n,
+        p_q + i_b * q_b + i_h * q_h + at * q_n,
+        p_k + i_b * k_b + i_h * k_h + at * k_n,
+        p_v + i_b * v_b + i_h * v_h + at * v_n,
+        p_dq + i_b * dq_b + i_h * dq_h + at * dq_n,
+        p_dk + i_b * dk_b + i_h * dk_h + at * dk_n,
+        p_dv + i_b * dv_b + i_h * dv_h + at * dv_n,
+        do_n, q_n, k_n, v_n, dq_n, dk_n, dv_n, NQ - start, NK - start, D,
+        tl.minimum(chunk_size, tl.maximum(NQ, NK) - start),
+        tl.load(p_small + square),
+        tl.load(p_small + (BLOCK_D + 2) * BLOCK_D + square),
+        tl.load(p_small + BLOCK_D * BLOCK_D + o_d),
+        tl.load(p_small + (BLOCK_D + 1) * BLOCK_D + o_d),
+        POWER, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+
+
+class Plan(NamedTuple):
+    """How a pass is run: tokens per step, warps, pipeline stages, and into how many chunks the tokens are split."""
+
+    block_n: int
+    warps: int
+    stages: int
+    chunks: int = 1  # 1: one launch
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _plan(q: Tensor, k: Tensor, backward: bool) -> Plan:
+    tokens, heads = max(q.shape[1], k.shape[1]), q.shape[0] * q.shape[2]
+    if q.dtype == torch.float32 or q.shape[3] > 64:  # what registers and shared memory hold
+        block_n, warps, stages = 32, 8, 1
+    elif not backward and tokens <= 256:
+        block_n, warps, stages = max(16, triton.next_power_of_2(tokens)), 4, 1
+    else:
+        block_n, warps, stages = 64, 4, 2
+    if tokens <= 512 or heads >= 2 * _processors(q.device):
+        return Plan(block_n, warps, stages)
+    return Plan(block_n, warps, stages, triton.cdiv(4 * _processors(q.device), heads))
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [s for x in tensors for s in x.stride()[:3]]
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _split(tokens: int, plan: Plan) -> tuple[int, int]:
+    """Chunks and tokens per chunk, in whole blocks."""
+    size = triton.cdiv(triton.cdiv(tokens, plan.chunks), plan.block_n) * plan.block_n
+    return triton.cdiv(tokens, size), size
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, norm: str | None, eps: float, plan: Plan | None = None) -> Tensor:
+    """Attend from q (B, Nq, H, D) to k, v (B, Nk, H, D) -> (B, Nq, H, D), contiguous."""
+    q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
+    batch, nq, heads, dim = q.shape
+    nk, power = k.shape[1], POWERS[norm]
+    out = torch.empty((batch, nq, heads, dim), device=q.device, dtype=q.dtype)
+    if not out.numel():
+        return out
+    plan = plan or _plan(q, k, backward=False)
+    block_d = max(16, triton.next_power_of_2(dim))
+    options = {"BLOCK_N": plan.block_n, "BLOCK_D": block_d, "num_warps": plan.warps, "num_stages": plan.stages}
+    if plan.chunks == 1:
+        _forward_kernel[(batch * heads,)](
+            q, k, v, out, *_strides(q, k, v, out), heads, nq, nk, dim, eps,
+            POWER=power, ONE_BLOCK=max(nq, nk) <= plan.block_n, **options,
+        )  # fmt: skip
+        return out
+    small = _gather_and_combine(q, q, k, v, power, eps, plan, block_d, options, backward=False)
+    chunks, size = _split(nq, plan)
+    _output_kernel[(batch * heads * chunks,)](
+        q, small, out, *_strides(q, out), heads, nq, dim, chunks, size, ROWS=small.shape[1], **options
+    )
+    return out
+
+
+def backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, norm: str | None, eps: float,
+    plan: Plan | None = None,
+) -> None:  # fmt: skip
+    """Write the gradients of q, k and v, (B, N, H, D) each, into dq, dk and dv, whose last stride is 1."""
+    do, q, k, v = _unit_stride(do), _unit_stride(q), _unit_stride(k), _unit_stride(v)
+    batch, nq, heads, dim = q.shape
+    nk, power = k.shape[1], POWERS[norm]
+    plan = plan or _plan(q, k, backward=True)
+    block_d = max(16, triton.next_power_of_2(dim))
+    options = {"BLOCK_N": plan.block_n, "BLOCK_D": block_d, "num_warps": plan.warps, "num_stages": plan.stages}
+    tokens, strides = max(nq, nk), _strides(do, q, k, v, dq, dk, dv)
+    if plan.chunks == 1:
+        _backward_kernel[(batch * heads,)](
+            do, q, k, v, dq, dk, dv, *strides, heads, nq, nk, dim, eps, POWER=power, **options
+        )
+        return
+    small = _gather_and_combine(do, q, k, v, power, eps, plan, block_d, options, backward=True)
+    chunks, size = _split(tokens, plan)
+    _gradients_kernel[(batch * heads * chunks,)](
+        do, q, k, v, small, dq, dk, dv, *strides, heads, nq, nk, dim, chunks, size,
+        POWER=power, ROWS=small.shape[1], **options,
+    )  # fmt: skip
+
+
+def _gather_and_combine(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, power: int, eps: float, plan: Plan, block_d: int,
+    options: dict[str, int], backward: bool,
+) -> Tensor:  # fmt: skip
+    """The small matrices of every head, (B * H, rows, BLOCK_D)."""
+    batch, nq, heads, dim = q.shape
+    nk = k.shape[1]
+    chunks, size = _split(max(nq, nk), plan)
+    rows = 2 * block_d + 2 if backward else block_d + 2
+    sums = torch.empty((batch * heads, chunks, rows, block_d), device=q.device, dtype=torch.float32)
+    _gather_kernel[(batch * heads * chunks,)](
+        do, q, k, v, sums, *_strides(do, q, k, v), heads, nq, nk, dim, chunks, size,
+        POWER=power, BACKWARD=backward, ROWS=rows, **options,
+    )  # fmt: skip
+    small = torch.empty((batch * heads, rows, block_d), device=q.device, dtype=torch.float32)
+    _combine_kernel[(batch * heads, block_d // 16)](
+        sums, small, chunks, eps, POWER=power, BACKWARD=backward, ROWS=rows, BLOCK_R=16, BLOCK_D=block_d, num_warps=4
+    )
+    return small
