@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tokamix.ops.precision import no_autocast
 
 
 class HeadMixer(nn.Module):
@@ -51,17 +52,11 @@ def full_precision(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(function)
     def run(*tensors: Tensor, **options: Any) -> Tensor:
-        with no_autocast(tensors[0].device.type):
+        with no_autocast(tensors[0]):
             wide = [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
             return function(*wide, **options).to(tensors[0].dtype)
 
     return run
-
-
-def no_autocast(device: str) -> AbstractContextManager[Any]:
-    """Autocast off, where it is on: a plain context otherwise, so that exported graphs hold no trace of it."""
-    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if enabled else nullcontext()
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, eps: float = 1e-6) -> Tensor:

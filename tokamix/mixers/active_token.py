@@ -6,8 +6,9 @@ import torch
 from timm.layers import Mlp
 from torch import Tensor, nn
 
-from tokamix.layers import autocast_dtype, tokens_to_map
+from tokamix.layers import tokens_to_map
 from tokamix.ops import active_gather_axes, active_gather_joint
+from tokamix.ops.precision import autocast_dtype
 
 OFFSETS = ("axial", "joint", "zero")
 

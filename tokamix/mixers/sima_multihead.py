@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tokamix.layers import merge_heads, split_heads
 from tokamix.ops import sima_attention
-from tokamix.ops.dispatch import no_autocast
+from tokamix.ops.precision import no_autocast
 from tokamix.ops.sima.reference import channel_weight
 
 EPS = 1e-12

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from timm.layers import Attention, trunc_normal_
 from torch import Tensor, nn
 
-from tokamix.layers import DepthwiseConv, autocast_dtype, map_to_tokens, tokens_to_map
+from tokamix.layers import DepthwiseConv, map_to_tokens, tokens_to_map
 from tokamix.ops import super_token_sample, super_token_scatter
+from tokamix.ops.precision import autocast_dtype
 
 REFINEMENTS = ("attention", "conv", "none")
 

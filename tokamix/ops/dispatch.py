@@ -8,7 +8,7 @@ operators; otherwise the kernels run wherever they can.
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 import torch
@@ -69,14 +69,6 @@ def why_not(*tensors: Tensor) -> str | None:
         if t.dtype not in KERNEL_DTYPES:
             return f"{t.dtype} is not among float16, bfloat16 and float32"
     return None
-
-
-def no_autocast(x: Tensor) -> AbstractContextManager[None]:
-    """Keep autocast from narrowing what an operator widened."""
-    device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
 
 
 def _check(backend: str | None) -> str | None:

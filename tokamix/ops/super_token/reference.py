@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokamix.ops.dispatch import no_autocast
+from tokamix.ops.precision import no_autocast
 
 EPS = 1e-12
 
