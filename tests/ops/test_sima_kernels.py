@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.kernels import DEVICE, assert_kernel_close, needs_triton, relative_rmse
-from tokamix.mixers import SimA
+from tokamix.mixers import SimASelfAttention
 from tokamix.ops import dispatch, sima_attention, sima_self_attention
 from tokamix.ops.sima import reference
 
@@ -160,7 +160,7 @@ def test_training_with_and_without_kernels() -> None:
     losses = {}
     for backend in ("eager", "triton"):
         torch.manual_seed(0)
-        mixer, head = SimA(16, 2).to(DEVICE), torch.nn.Linear(16, 4).to(DEVICE)
+        mixer, head = SimASelfAttention(16, 2).to(DEVICE), torch.nn.Linear(16, 4).to(DEVICE)
         optimizer = torch.optim.AdamW([*mixer.parameters(), *head.parameters()], lr=1e-2)
         losses[backend] = []
         with dispatch.use_backend(backend):
