@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from tokamix.mixers import ContextBroadcast, Linformer, Performer, Pooling, Site, SoftmaxAttention, make_mixer
-from tokamix.mixers._heads import segment_means
 from tokamix.mixers.cosformer import cosformer_attention
 from tokamix.mixers.efficient import efficient_attention
+from tokamix.mixers.heads import segment_means
 from tokamix.mixers.linformer import resize_projection
 from tokamix.mixers.nystrom import nystrom_attention, pseudo_inverse
 from tokamix.mixers.performer import orthogonal_directions, performer_attention

@@ -4,6 +4,7 @@ from tokamix.mixers.active_token import ActiveOffset, ActiveTokenMixer
 from tokamix.mixers.context_broadcast import ContextBroadcast
 from tokamix.mixers.cosformer import CosFormer
 from tokamix.mixers.efficient import EfficientAttention
+from tokamix.mixers.heads import HeadMixer, full_precision
 from tokamix.mixers.linformer import Linformer
 from tokamix.mixers.nystrom import Nystrom
 from tokamix.mixers.performer import Performer
@@ -25,6 +26,7 @@ __all__ = [
     "ContextBroadcast",
     "CosFormer",
     "EfficientAttention",
+    "HeadMixer",
     "Identity",
     "Linformer",
     "Nystrom",
@@ -37,6 +39,7 @@ __all__ = [
     "SoftmaxAttention",
     "SuperTokenAttention",
     "WeightMixing",
+    "full_precision",
     "list_mixers",
     "make_mixer",
     "register_mixer",

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokamix.mixers._heads import HeadMixer, full_precision, linear_attention
+from tokamix.mixers.heads import HeadMixer, full_precision, linear_attention
 
 
 @full_precision

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from tokamix.mixers._heads import HeadMixer, full_precision
+from tokamix.mixers.heads import HeadMixer, full_precision
 
 
 @full_precision

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
-from tokamix.mixers._heads import HeadMixer
+from tokamix.mixers.heads import HeadMixer
 
 
 def resize_projection(projection: Tensor, grid: tuple[int, int]) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokamix.mixers._heads import HeadMixer, full_precision, segment_means
+from tokamix.mixers.heads import HeadMixer, full_precision, segment_means
 
 
 @full_precision

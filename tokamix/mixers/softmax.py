@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokamix.mixers._heads import HeadMixer
+from tokamix.mixers.heads import HeadMixer
 
 
 class SoftmaxAttention(HeadMixer):

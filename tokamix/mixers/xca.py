@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tokamix.mixers._heads import HeadMixer, full_precision
+from tokamix.mixers.heads import HeadMixer, full_precision
 
 
 @full_precision
