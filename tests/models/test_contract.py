@@ -18,7 +18,17 @@ import tokamix
 from tokamix.models.swapped import VARIANTS
 
 # how many names each module registers: a family that silently loses its cfgs or its entries is noticed here
-REGISTERED = {"amixer": 4, "atmnet": 5, "cvt": 1, "localvit": 1, "pvt": 4, "sima": 15, "stvit": 3, "swapped": 27}
+REGISTERED = {
+    "amixer": 4,
+    "atmnet": 5,
+    "bodies": 56,
+    "cvt": 1,
+    "localvit": 1,
+    "pvt": 4,
+    "sima": 15,
+    "stvit": 3,
+    "swapped": 27,
+}
 # parameters that the class token's classifier cannot reach, by the papers' design
 UNREACHED = {"cvt": r"stages\.2\.blocks\.1\.attn\.q\.(conv|norm)\.", "localvit": r"blocks\.2\.mlp\."}
 NAMES = tokamix.list_models()
