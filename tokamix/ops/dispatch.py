@@ -1,8 +1,8 @@
 """Which implementation of an operator runs, why, and how to force one.
 
 Every operator exists twice: a plain PyTorch reference ("eager") that runs on any device in any dtype, and Triton
-kernels ("triton"). A caller forces one with the `backend` argument; `TOKAMIX_BACKEND` and `use_backend` force one for all
-operators; otherwise the kernels run wherever they can.
+kernels ("triton"). A caller forces one with the `backend` argument; `TOKAMIX_BACKEND` and `use_backend` force one for
+all operators; otherwise the kernels run wherever they can.
 """
 
 import logging
@@ -61,7 +61,8 @@ def why_not(*tensors: Tensor) -> str | None:
     """Why Triton kernels cannot take these tensors; None if they can."""
     if not HAS_TRITON:
         return "Triton is not installed"
-    if torch.compiler.is_exporting():
+    # torch 2.11 says it is exporting inside every torch.compile, so only exports without Dynamo, the default, count
+    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
         return "an exported graph must hold plain operators"
     for t in tensors:
         if not t.is_cuda and not (INTERPRET and t.device.type == "cpu"):
