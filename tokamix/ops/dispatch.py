@@ -61,8 +61,7 @@ def why_not(*tensors: Tensor) -> str | None:
     """Why Triton kernels cannot take these tensors; None if they can."""
     if not HAS_TRITON:
         return "Triton is not installed"
-    # torch 2.11 says it is exporting inside every torch.compile, so only exports without Dynamo, the default, count
-    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+    if is_exporting():
         return "an exported graph must hold plain operators"
     for t in tensors:
         if not t.is_cuda and not (INTERPRET and t.device.type == "cpu"):
@@ -70,6 +69,11 @@ def why_not(*tensors: Tensor) -> str | None:
         if t.dtype not in KERNEL_DTYPES:
             return f"{t.dtype} is not among float16, bfloat16 and float32"
     return None
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces (without Dynamo, as it does by default: torch 2.11 exports inside every compile)."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def _check(backend: str | None) -> str | None:
