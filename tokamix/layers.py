@@ -8,6 +8,9 @@ import torch.nn.functional as F
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
+from tokamix.ops import depthwise_conv, dispatch
+from tokamix.ops.precision import autocast_dtype
+
 
 def channels_first(x: Tensor) -> Tensor:
     """(B, H, W, C) -> (B, C, H, W), a view whose memory is channels_last."""
@@ -28,14 +31,32 @@ class MapConv(nn.Conv2d):
 
 
 class DepthwiseConv(MapConv):
-    """A depthwise 3x3 convolution on maps (B, H, W, C)."""
+    """A depthwise convolution on maps (B, H, W, C); see `tokamix.ops.depthwise_conv` for `residual` and `gelu`."""
 
     def __init__(
-        self, dim: int, kernel_size: int = 3, bias: bool = True, device: Any = None, dtype: Any = None
+        self,
+        dim: int,
+        kernel_size: int = 3,
+        bias: bool = True,
+        residual: bool = False,
+        gelu: bool = False,
+        device: Any = None,
+        dtype: Any = None,
     ) -> None:
         super().__init__(
             dim, dim, kernel_size, padding=kernel_size // 2, groups=dim, bias=bias, device=device, dtype=dtype
         )
+        self.residual, self.gelu = residual, gelu
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve x (B, H, W, C)."""
+        if not self.residual:  # a residual stream keeps its precision, as it does outside the kernels
+            x = x.to(autocast_dtype(x))
+        return depthwise_conv(x, self.weight, self.bias, self.residual, self.gelu)
+
+    def extra_repr(self) -> str:
+        """What torch.nn.Conv2d says, and the forms switched on."""
+        return super().extra_repr() + ", residual=True" * self.residual + ", gelu=True" * self.gelu
 
 
 class MapBatchNorm(nn.BatchNorm2d):
@@ -118,7 +139,7 @@ class PositionTable(nn.Module):
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """Add the positions of `grid` (H, W) to tokens x (B, prefix + H*W, C)."""
         # an exported graph serves all sizes: it must not compare them, and resizing to the same one changes nothing
-        fits = not torch.compiler.is_exporting() and grid == self.grid
+        fits = not dispatch.is_exporting() and grid == self.grid
         return x + (self.table if fits else self._resized(self.table, self.grid, grid))
 
     def fit(self, table: Tensor) -> Tensor:
@@ -194,10 +215,3 @@ def map_to_tokens(x: Tensor) -> tuple[Tensor, tuple[int, int]]:
 def tokens_to_map(x: Tensor, grid: tuple[int, int]) -> Tensor:
     """Tokens (B, H*W, C) -> (B, H, W, C)."""
     return x.unflatten(1, grid)
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype matrix products on x run in: autocast's where it is on, else x's own."""
-    device = x.device.type
-    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if enabled else x.dtype

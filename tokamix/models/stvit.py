@@ -25,14 +25,13 @@ class ConvFFN(nn.Module):
         dd = {"device": device, "dtype": dtype}
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden_dim, **dd)
-        self.act = nn.GELU()
-        self.conv = DepthwiseConv(hidden_dim, **dd)
+        self.conv = DepthwiseConv(hidden_dim, residual=True, gelu=True, **dd)
         self.fc2 = nn.Linear(hidden_dim, dim, **dd)
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """Tokens x (B, H*W, C) of grid (H, W) -> the same shape."""
-        z = tokens_to_map(self.act(self.fc1(x)), grid)
-        return self.fc2((z + self.conv(z)).flatten(1, 2))
+        z = self.conv(tokens_to_map(self.fc1(x), grid))
+        return self.fc2(z.flatten(1, 2))
 
 
 class Block(nn.Module):
@@ -57,7 +56,7 @@ class Block(nn.Module):
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__()
         hidden_dim = int(dim * mlp_ratio)
-        self.cpe = DepthwiseConv(dim, **dd) if cpe else None
+        self.cpe = DepthwiseConv(dim, residual=True, **dd) if cpe else None
         self.norm1 = nn.LayerNorm(dim, eps=1e-6, **dd)
         self.mixer = SuperTokenAttention(dim, **mixer, **dd)
         self.ls1 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale, **dd)
@@ -69,7 +68,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """Tokens x (B, H*W, C) of grid (H, W) -> the same shape."""
         if self.cpe is not None:
-            x = x + self.cpe(tokens_to_map(x, grid)).flatten(1, 2)
+            x = self.cpe(tokens_to_map(x, grid)).flatten(1, 2)
         x = x + self.drop_path(self.ls1(self.mixer(self.norm1(x), grid)))
         z = self.norm2(x)
         z = self.mlp(z, grid) if isinstance(self.mlp, ConvFFN) else self.mlp(z)

@@ -2,6 +2,7 @@
 
 from tokamix.ops.active_token.op import active_gather, active_gather_axes, active_gather_joint
 from tokamix.ops.context_broadcast.op import broadcast_context
+from tokamix.ops.depthwise_conv.op import depthwise_conv
 from tokamix.ops.sima.op import sima_attention, sima_class_attention, sima_self_attention
 from tokamix.ops.super_token.op import super_token_sample, super_token_scatter
 from tokamix.ops.weight_mixing.op import bank_mixing, bank_mixing_weights, resize_bank
@@ -13,6 +14,7 @@ __all__ = [
     "bank_mixing",
     "bank_mixing_weights",
     "broadcast_context",
+    "depthwise_conv",
     "resize_bank",
     "sima_attention",
     "sima_class_attention",

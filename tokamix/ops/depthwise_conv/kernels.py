@@ -1,0 +1,280 @@
+"""Depthwise 3x3 convolution in Triton.
+
+Bytes decide: the forward pass reads x and writes y, the whole backward pass reads the gradient and x and writes the
+gradient of x. A program owns a few rows of a map and some channels and walks along the columns; each value is loaded
+(and goes through GELU) once for all rows that share it, and what columns share stays in registers. The gradient of the
+kernels is summed within each program and then over programs, in a fixed order.
+"""
+
+# Triton unrolls its loops over tuples, which grow as Python's types and idioms do not foresee.
+# mypy: disable-error-code="assignment, misc"
+# ruff: noqa: RUF005
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokamix.ops import dispatch
+
+INTERPRET = tl.constexpr(dispatch.INTERPRET)
+PROGRAMS = 132 * 12  # of the backward pass: enough to fill an H200, few enough to leave little to sum up
+
+
+@triton.jit
+def _phi(x, EXACT: tl.constexpr):
+    """The normal distribution function, with which GELU multiplies x."""
+    if EXACT:
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    # 1 / (1 + 2^u), u an odd quintic fitted so that x phi(x) is off by 3e-5 at most; its turn beyond 5 is cut off
+    t = tl.minimum(x * x, 25.0)
+    u = x * (-2.3011136 + t * (-0.10678258 + t * 0.00101537))
+    if INTERPRET:
+        return 1.0 / (1.0 + tl.exp2(u))
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 t; ex2.approx.ftz.f32 t, $1; add.ftz.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }",
+        "=f,f",
+        [u],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _column(p_column, limits, stride_h, o_c, ROWS: tl.constexpr, GELU: tl.constexpr, EXACT: tl.constexpr):
+    """ROWS values of one column of a map, each (BLOCK_C,) float32, zero from each row's channel limit on."""
+    values = ()
+    for r in tl.static_range(ROWS):
+        value = tl.load(p_column + r * stride_h, mask=o_c < limits[r], other=0.0).to(tl.float32)
+        if GELU:
+            value *= _phi(value, EXACT)
+        values = values + (value,)
+    return values
+
+
+@triton.jit
+def _row_limits(row, H, C, ROWS: tl.constexpr):
+    """The channels that exist in each of ROWS rows from `row` down: all C, or none outside the map."""
+    limits = ()
+    for r in tl.static_range(ROWS):
+        limits = limits + (tl.where((row + r >= 0) & (row + r < H), C, 0),)
+    return limits
+
+
+@triton.jit
+def _load_kernels(p_weight, o_c, m_c, RESIDUAL: tl.constexpr):
+    """The nine weights of each channel; a residual is one more at the centre."""
+    weights = ()
+    for k in tl.static_range(9):
+        weight = tl.load(p_weight + o_c * 9 + k, mask=m_c, other=0.0).to(tl.float32)
+        if RESIDUAL and k == 4:
+            weight += 1.0
+        weights = weights + (weight,)
+    return weights
+
+
+@triton.jit
+def _taps(start, x, weights, j: tl.constexpr, ROWS: tl.constexpr):
+    """Add to each row what column x gives it through column j of the kernels."""
+    sums = ()
+    for r in tl.static_range(ROWS):
+        sums = sums + (start[r] + weights[j] * x[r] + weights[j + 3] * x[r + 1] + weights[j + 6] * x[r + 2],)
+    return sums
+
+
+@triton.jit
+def _store_rows(p_out, rows, limits, stride, o_c, ROWS: tl.constexpr):
+    for r in tl.static_range(ROWS):
+        tl.store(p_out + r * stride, rows[r].to(p_out.dtype.element_ty), mask=o_c < limits[r + 1])
+
+
+@triton.jit
+def _forward_kernel(
+    p_x,  # (B, H, W, C), any strides
+    p_weight,  # (C, 9)
+    p_bias,  # (C,)
+    p_y,  # (B, H, W, C), contiguous
+    H,
+    W,
+    C,
+    COLUMNS,  # how many columns a program walks
+    stride_b,
+    stride_h,
+    stride_w,
+    stride_c,
+    HAS_BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GELU: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    strips, segments = tl.cdiv(H, ROWS), tl.cdiv(W, COLUMNS)
+    i_tile, i_c = tl.program_id(0), tl.program_id(1)
+    i_b = (i_tile // (strips * segments)).to(tl.int64)
+    row, first = i_tile // segments % strips * ROWS, i_tile % segments * COLUMNS
+    last = tl.minimum(first + COLUMNS, W)
+    o_c = i_c * BLOCK_C + tl.arange(0, BLOCK_C)
+    weights = _load_kernels(p_weight, o_c, o_c < C, RESIDUAL)
+    bias = tl.zeros((BLOCK_C,), tl.float32)
+    if HAS_BIAS:
+        bias += tl.load(p_bias + o_c, mask=o_c < C, other=0.0).to(tl.float32)
+    biases = ()
+    for _ in tl.static_range(ROWS):
+        biases = biases + (bias,)
+    limits = _row_limits(row - 1, H, C, ROWS + 2)
+    p_column = p_x + i_b * stride_b + (row - 1).to(tl.int64) * stride_h + first.to(tl.int64) * stride_w + o_c * stride_c
+    p_out = p_y + ((i_b * H + row) * W + first) * C + o_c
+
+    before = _row_limits(row - 1, H, tl.where(first > 0, C, 0), ROWS + 2)
+    x = _column(p_column - stride_w, before, stride_h, o_c, ROWS + 2, GELU, EXACT)
+    sums = _taps(biases, x, weights, 0, ROWS)
+    x = _column(p_column, limits, stride_h, o_c, ROWS + 2, GELU, EXACT)
+    sums, sums_right = _taps(sums, x, weights, 1, ROWS), _taps(biases, x, weights, 0, ROWS)
+    for _ in range(first + 1, tl.minimum(last + 1, W)):
+        p_column += stride_w
+        x = _column(p_column, limits, stride_h, o_c, ROWS + 2, GELU, EXACT)
+        _store_rows(p_out, _taps(sums, x, weights, 2, ROWS), limits, W * C, o_c, ROWS)
+        p_out += C
+        sums, sums_right = _taps(sums_right, x, weights, 1, ROWS), _taps(biases, x, weights, 0, ROWS)
+    if last == W:  # nothing comes from the right of the last column
+        _store_rows(p_out, sums, limits, W * C, o_c, ROWS)
+
+
+@triton.jit
+def _backward_kernel(
+    p_grad,  # (B, H, W, C), any strides
+    p_x,  # (B, H, W, C), any strides
+    p_weight,  # (C, 9)
+    p_grad_x,  # (B, H, W, C), contiguous
+    p_sums,  # (programs, 10, C): what each program adds to the gradients of the kernels and of the bias
+    TILES,  # strips of rows in all maps, times segments of columns
+    H,
+    W,
+    C,
+    COLUMNS,
+    stride_gb,
+    stride_gh,
+    stride_gw,
+    stride_gc,
+    stride_b,
+    stride_h,
+    stride_w,
+    stride_c,
+    RESIDUAL: tl.constexpr,
+    GELU: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    strips, segments = tl.cdiv(H, ROWS), tl.cdiv(W, COLUMNS)
+    i_program, i_c = tl.program_id(0), tl.program_id(1)
+    o_c = i_c * BLOCK_C + tl.arange(0, BLOCK_C)
+    weights = _load_kernels(p_weight, o_c, o_c < C, RESIDUAL)
+    sums = ()
+    for _ in tl.static_range(10):
+        sums = sums + (tl.zeros((BLOCK_C,), tl.float32),)
+
+    for i_tile in range(i_program, TILES, tl.num_programs(0)):
+        i_b = (i_tile // (strips * segments)).to(tl.int64)
+        row, first = i_tile // segments % strips * ROWS, i_tile % segments * COLUMNS
+        last = tl.minimum(first + COLUMNS, W)
+        limits = _row_limits(row - 1, H, C, ROWS + 2)
+        p_column = p_grad + i_b * stride_gb + (row - 1).to(tl.int64) * stride_gh + first.to(tl.int64) * stride_gw
+        p_column += o_c * stride_gc
+        p_in = p_x + i_b * stride_b + row.to(tl.int64) * stride_h + first.to(tl.int64) * stride_w + o_c * stride_c
+        p_out = p_grad_x + ((i_b * H + row) * W + first) * C + o_c
+        before = _row_limits(row - 1, H, tl.where(first > 0, C, 0), ROWS + 2)
+        left = _column(p_column - stride_gw, before, stride_gh, o_c, ROWS + 2, False, EXACT)
+        here = _column(p_column, limits, stride_gh, o_c, ROWS + 2, False, EXACT)
+        for step in range(last - first):
+            p_column += stride_gw
+            after = _row_limits(row - 1, H, tl.where(first + step + 1 < W, C, 0), ROWS + 2)
+            right = _column(p_column, after, stride_gh, o_c, ROWS + 2, False, EXACT)
+            for r in tl.static_range(ROWS):
+                m_in = o_c < limits[r + 1]
+                x = tl.load(p_in + r * stride_h, mask=m_in, other=0.0).to(tl.float32)
+                # the outputs that x had a part in, in the order of the weights it had there
+                around = (right[r + 2], here[r + 2], left[r + 2], right[r + 1], here[r + 1], left[r + 1])
+                around = around + (right[r], here[r], left[r])
+                z, slope = x, 1.0
+                if GELU:
+                    phi = _phi(x, EXACT)
+                    z = x * phi
+                    slope = phi + x * 0.3989422804014327 * tl.exp2(-0.7213475204444817 * x * x)
+                grad = weights[0] * around[0]
+                next_sums = (sums[0] + z * around[0],)
+                for k in tl.static_range(1, 9):
+                    grad += weights[k] * around[k]
+                    next_sums = next_sums + (sums[k] + z * around[k],)
+                sums = next_sums + (sums[9] + here[r + 1],)
+                tl.store(p_out + r * W * C, (grad * slope).to(p_grad_x.dtype.element_ty), mask=m_in)
+            left, here = here, right
+            p_in += stride_w
+            p_out += C
+
+    p_own = p_sums + i_program.to(tl.int64) * 10 * C + o_c
+    for k in tl.static_range(10):
+        tl.store(p_own + k * C, sums[k], mask=o_c < C)
+
+
+@triton.jit
+def _sum_kernel(
+    p_sums,  # (programs, 10, C)
+    p_weight,  # (C, 9)
+    p_bias,  # (C,)
+    PROGRAMS,
+    C,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    i_c, i_k = tl.program_id(0), tl.program_id(1)
+    o_c, o_n = i_c * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)
+    b_sum = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
+    for start in range(0, PROGRAMS, BLOCK_N):
+        mask = (start + o_n < PROGRAMS)[:, None] & (o_c < C)[None, :]
+        b_sum += tl.load(p_sums + ((start + o_n[:, None]) * 10 + i_k) * C + o_c[None, :], mask=mask, other=0.0)
+    b_total = tl.sum(b_sum, axis=0)
+    if i_k < 9:
+        tl.store(p_weight + o_c * 9 + i_k, b_total.to(p_weight.dtype.element_ty), mask=o_c < C)
+    else:
+        tl.store(p_bias + o_c, b_total.to(p_bias.dtype.element_ty), mask=o_c < C)
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, residual: bool, gelu: bool) -> Tensor:
+    """The convolution of x (B, H, W, C)."""
+    batch, height, width, channels = x.shape
+    y = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    if y.numel():
+        rows, block_c, warps, columns = 4, 64, 1, width
+        tiles = batch * triton.cdiv(height, rows) * triton.cdiv(width, columns)
+        _forward_kernel[(tiles, triton.cdiv(channels, block_c))](
+            x, weight.contiguous(), weight if bias is None else bias, y, height, width, channels, columns, *x.stride(),
+            HAS_BIAS=bias is not None, RESIDUAL=residual, GELU=gelu, EXACT=x.dtype == torch.float32, ROWS=rows,
+            BLOCK_C=block_c, num_warps=warps,
+        )  # fmt: skip
+    return y
+
+
+def backward(grad: Tensor, x: Tensor, weight: Tensor, residual: bool, gelu: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, of the kernels and of the bias."""
+    batch, height, width, channels = x.shape
+    grad_x = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    rows, block_c, warps, columns = 4, 64, 1, width
+    tiles = batch * triton.cdiv(height, rows) * triton.cdiv(width, columns)
+    blocks = triton.cdiv(channels, block_c)
+    programs = min(tiles, triton.cdiv(PROGRAMS, blocks))
+    sums = torch.empty(programs, 10, channels, device=x.device, dtype=torch.float32)
+    if programs:
+        _backward_kernel[(programs, blocks)](
+            grad, x, weight.contiguous(), grad_x, sums, tiles, height, width, channels, columns, *grad.stride(),
+            *x.stride(), RESIDUAL=residual, GELU=gelu, EXACT=x.dtype == torch.float32, ROWS=rows, BLOCK_C=block_c,
+            num_warps=warps,
+        )  # fmt: skip
+    grad_weight = torch.empty(weight.shape, device=x.device, dtype=weight.dtype)
+    grad_bias = torch.empty(channels, device=x.device, dtype=weight.dtype)
+    _sum_kernel[(triton.cdiv(channels, 32), 10)](
+        sums, grad_weight, grad_bias, programs, channels, BLOCK_N=64, BLOCK_C=32
+    )
+    return grad_x, grad_weight, grad_bias

@@ -1,0 +1,29 @@
+"""Depthwise convolution in plain PyTorch."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, residual: bool, gelu: bool) -> Tensor:
+    """Convolve x (B, H, W, C); see `tokamix.ops.depthwise_conv`."""
+    z = F.gelu(x) if gelu else x
+    padding = (weight.shape[2] // 2, weight.shape[3] // 2)
+    y = F.conv2d(z.permute(0, 3, 1, 2), weight, bias, padding=padding, groups=weight.shape[0]).permute(0, 2, 3, 1)
+    return z + y if residual else y
+
+
+def depthwise_conv_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, residual: bool, gelu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, of the kernels and of the bias, for use where autograd does not reach."""
+    z, channels = F.gelu(x) if gelu else x, weight.shape[0]
+    padding = [weight.shape[2] // 2, weight.shape[3] // 2]
+    maps = [t.permute(0, 3, 1, 2) for t in (grad, z)]
+    grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
+        *maps, weight, [channels], [1, 1], padding, [1, 1], False, [0, 0], channels, [True, True, True]
+    )
+    grad_x = grad_x.permute(0, 2, 3, 1)
+    if residual:
+        grad_x = grad_x + grad
+    return torch.ops.aten.gelu_backward(grad_x, x) if gelu else grad_x, grad_weight, grad_bias
