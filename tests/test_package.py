@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from timm.models import model_entrypoint
 
 import tokamix
 from tokamix.ops import dispatch
+from tokamix.registry import count_sizes, known_sizes, sizes
 
 PACKAGE = Path(tokamix.__file__).parent
 # floors from the ground up; a module may import its own floor and those below it
@@ -101,3 +103,19 @@ def test_backend_choice() -> None:
     assert "float64" in (dispatch.why_not(x.double()) or "") or "CUDA" in (dispatch.why_not(x.double()) or "")
     with pytest.raises(ValueError, match="unknown backend 'cuda'"), dispatch.use_backend("cuda"):
         pass
+
+
+def test_sizes_table() -> None:
+    """The shipped table holds every model but the grid's; a sample of its rows is counted again."""
+    table = known_sizes()
+    assert set(table) == {n for n in tokamix.list_models() if not model_entrypoint(n).__module__.endswith(".bodies")}
+    for name in (
+        "amixer_deit_small",
+        "atmnet_xtiny",
+        "deit_small_sima",
+        "pvt_tiny",
+        "stvit_small",
+        "xcit_nano_12_p8_sima",
+    ):
+        assert table[name] == count_sizes(name), f"{name}: run benchmarks/sizes.py"
+    assert sizes("columnar_tiny_pooling") == count_sizes("columnar_tiny_pooling")

@@ -30,7 +30,7 @@ def models(
     import timm
 
     import tokamix
-    from tokamix.count import count_macs
+    from tokamix.registry import sizes
 
     names = tokamix.list_models(pattern)
     if not (grid or pattern):
@@ -43,12 +43,10 @@ def models(
         table.add_column(title, justify="right")
     table.add_column("paper")
     for name in track(names, "counting", console=console, transient=True):
-        model = tokamix.create_model(name, device="meta")
-        params = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        cfg = model.pretrained_cfg
-        top1 = next((n.removeprefix("top1=") for n in cfg.get("notes") or () if n.startswith("top1=")), "")
-        macs = count_macs(model, 224)
-        table.add_row(name, f"{params / 1e6:.2f}", f"{macs / 1e9:.2f}", top1, cfg.get("paper_name") or "")
+        params, macs = sizes(name)
+        cfg = timm.models.get_pretrained_cfg(name)
+        top1 = next((n.removeprefix("top1=") for n in cfg.notes or () if n.startswith("top1=")), "")
+        table.add_row(name, f"{params / 1e6:.2f}", f"{macs / 1e9:.2f}", top1, cfg.paper_name or "")
     console.print(table)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from timm.layers import to_2tuple
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from tokamix.ops.dispatch import use_backend
 
@@ -38,8 +38,21 @@ def count_exp(model: nn.Module, img_size: int | tuple[int, int] = 224) -> Counte
 
 def count_macs(model: nn.Module, img_size: int | tuple[int, int] = 224) -> int:
     """Multiply-accumulates of one forward pass of one image: matrix products, convolutions and attention."""
-    counter = _trace(model, img_size, lambda: FlopCounterMode(display=False, custom_mapping=_formulas()))
-    return counter.get_total_flops() // 2
+    return _trace(model, img_size, _FlopCounter).flops // 2
+
+
+class _FlopCounter(TorchDispatchMode):
+    """torch's own formulas, without FlopCounterMode's bookkeeping by module, which is slow and fails on some models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops, self.formulas = 0, {**flop_registry, **_formulas()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in self.formulas:
+            self.flops += self.formulas[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+        return out
 
 
 class _ExpCounter(TorchDispatchMode):
@@ -62,11 +75,11 @@ class _ExpCounter(TorchDispatchMode):
 def _formulas() -> dict[Any, Callable[..., int]]:
     """FLOPs of operators that torch's counter does not know, in all versions or in older ones."""
 
-    def attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-        return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+        return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
-    def deformable(x: Any, weight: Any, *args: Any, out_shape: Any, **kwargs: Any) -> int:
-        return 2 * math.prod(out_shape) * math.prod(weight[1:])
+    def deformable(x: Tensor, weight: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
+        return 2 * out_val.numel() * math.prod(weight.shape[1:])
 
     # torch 2.11 counts nothing for attention on the CPU
     formulas: dict[Any, Callable[..., int]] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention}

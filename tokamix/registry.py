@@ -1,12 +1,19 @@
 """Finding and making the library's models by name."""
 
+import csv
 import difflib
 import fnmatch
+import functools
+from pathlib import Path
 from typing import Any
 
 import timm
 from timm.models import model_entrypoint, split_model_name_tag
 from torch import nn
+
+from tokamix.count import count_macs
+
+SIZES = Path(__file__).parent / "models" / "sizes.csv"
 
 
 def list_models(pattern: str = "") -> list[str]:
@@ -26,3 +33,21 @@ def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Modul
         hint = f"did you mean {', '.join(near)}?" if near else "`tokamix models` lists them"
         raise ValueError(f"there is no model {name!r}; {hint}")
     return timm.create_model(name, pretrained=pretrained, **kwargs)
+
+
+def sizes(name: str) -> tuple[int, int]:
+    """Learned parameters of a model, and multiply-accumulates at 224 px: from our table, or counted."""
+    return known_sizes().get(name) or count_sizes(name)
+
+
+def count_sizes(name: str) -> tuple[int, int]:
+    """The same, counted: a few seconds for a deep model."""
+    model = create_model(name, device="meta")
+    return sum(p.numel() for p in model.parameters() if p.requires_grad), count_macs(model, 224)
+
+
+@functools.cache
+def known_sizes() -> dict[str, tuple[int, int]]:
+    """The table that ships with the package; benchmarks/sizes.py writes it."""
+    with SIZES.open(newline="") as file:
+        return {row["model"]: (int(row["parameters"]), int(row["macs"])) for row in csv.DictReader(file)}
