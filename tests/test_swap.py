@@ -260,16 +260,13 @@ def test_transformer_decoder() -> None:
 
 
 def test_swapped_models_travel() -> None:
-    model = create("deit_tiny_patch16_224").eval()
+    """Copied and pickled; compiling and exporting is tested with the registered ones."""
+    model = create("swin_tiny_patch4_window7_224").eval()
     swap_mixer(model)
     x = images()
     expected = model(x)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         torch.testing.assert_close(twin(x), expected)
-    torch.compiler.reset()
-    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), expected)
-    dims = ({0: torch.export.Dim.AUTO},)
-    torch.testing.assert_close(torch.export.export(model, (x,), dynamic_shapes=dims).module()(x[:1]), expected[:1])
 
 
 def test_half_precision() -> None:
@@ -290,6 +287,8 @@ def test_swap_refuses_and_changes_nothing() -> None:
         swap_mixer(model, to="simba")
     with pytest.raises(ValueError, match=r"192 channels of blocks\.0\.attn do not divide into 5 heads"):
         swap_mixer(model, num_heads=5)
+    with pytest.raises(ValueError, match="do not divide into 0 heads"):
+        swap_mixer(model, num_heads=0)
     with pytest.raises(ValueError, match="ResNet has no attention left that swap_mixer knows"):
         swap_mixer(timm.create_model("resnet18", device="meta"))
     with pytest.raises(ValueError, match="adds a token to keys and values"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import GELU, Attention, GELUTanh, QuickGELU
+from timm.layers import GELU, Attention, GELUTanh, QuickGELU, register_notrace_module
 from timm.models.cait import ClassAttn, TalkingHeadAttn
 from timm.models.swin_transformer import WindowAttention
 from timm.models.xcit import XCA
@@ -76,7 +76,7 @@ def swap_mixer(
     """
     if to not in MIXERS:
         raise ValueError(f"unknown mixer {to!r}: with a host's own projections swap_mixer can use {', '.join(MIXERS)}")
-    hosts = {
+    hosts: dict[str, Any] = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
         if name and _form(module) and not (keep_class_attention and type(module) is ClassAttn)
@@ -86,12 +86,13 @@ def swap_mixer(
         raise ValueError(
             f"{type(model).__name__} has no attention left that swap_mixer knows ({known}, and those of CvT and PVT)"
         )
+    heads = {name: host.num_heads if num_heads is None else num_heads for name, host in hosts.items()}
     for name, host in hosts.items():
-        _check_host(name, host, num_heads or host.num_heads)
+        _check_host(name, host, heads[name])
 
     before = {name for name, _ in model.named_parameters()}
     for name, host in hosts.items():
-        module = _form(host)(host, num_heads or host.num_heads)  # type: ignore[misc]
+        module = _form(host)(host, heads[name])  # type: ignore[misc]
         module.training = host.training
         model.set_submodule(name, module)
     for module in model.modules():
@@ -105,6 +106,10 @@ def swap_mixer(
     )
 
 
+# operators look at shapes, so what calls them is a leaf to symbolic tracing (timm's feature extraction by torch.fx)
+
+
+@register_notrace_module
 class QKVSimA(nn.Module):
     """SimA between the layers of a host that projects to queries, keys and values at once."""
 
@@ -150,6 +155,7 @@ class WindowSimA(QKVSimA):
         """Called by timm when the image size changes: nothing here depends on the window."""
 
 
+@register_notrace_module
 class ClassSimA(nn.Module):
     """SimA between the layers of timm's class attention, as the authors of SimA have it in XCiT.
 
@@ -167,6 +173,7 @@ class ClassSimA(nn.Module):
         return self.proj_drop(self.proj(merge_heads(sima_class_attention(q, k, v, eps=1e-6))))
 
 
+@register_notrace_module
 class SimAProduct(nn.Module):
     """SimA in the place that CvT and PVT leave between their projections."""
 
@@ -372,6 +379,7 @@ def remove_context_broadcast(model: nn.Module) -> list[str]:
     return removed
 
 
+@register_notrace_module
 class InsertedBroadcast(ContextBroadcast):
     """Context broadcasting as the child of a module, before or after which a hook calls it."""
 
