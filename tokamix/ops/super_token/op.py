@@ -10,7 +10,7 @@ from tokamix.ops import dispatch
 from . import reference
 from .reference import Cell, grid_of
 
-LIMIT: str | None = "no kernel yet"
+MAX_CHANNELS = 1024  # a kernel's program holds all channels of a super token
 
 
 def super_token_sample(x: Tensor, cell: Cell, n_iter: int = 1, backend: str | None = None) -> tuple[Tensor, Tensor]:
@@ -36,7 +36,7 @@ def super_token_sample(x: Tensor, cell: Cell, n_iter: int = 1, backend: str | No
     _check_map("super_token_sample", x, cell)
     if n_iter < 1:
         raise ValueError(f"super tokens need at least one iteration, got n_iter={n_iter}")
-    if dispatch.choose("super_token_sample", x, backend=backend, limit=LIMIT) == "eager":
+    if dispatch.choose("super_token_sample", x, backend=backend, limit=_limit(x)) == "eager":
         tokens, association, _ = reference.sample(x, cell, n_iter)
     else:
         tokens, association, _ = torch.ops.tokamix.super_token_sample(x, cell, n_iter)
@@ -66,9 +66,13 @@ def super_token_scatter(tokens: Tensor, association: Tensor, cell: Cell, backend
             f"tokens of grid {grid}, got {tuple(tokens.shape)}"
         )
     association = association.detach().to(tokens.dtype)
-    if dispatch.choose("super_token_scatter", tokens, association, backend=backend, limit=LIMIT) == "eager":
+    if dispatch.choose("super_token_scatter", tokens, association, backend=backend, limit=_limit(tokens)) == "eager":
         return reference.scatter(tokens, association, cell)
     return torch.ops.tokamix.super_token_scatter(tokens, association, cell)
+
+
+def _limit(x: Tensor) -> str | None:
+    return f"{x.shape[-1]} channels are over {MAX_CHANNELS}" if x.shape[-1] > MAX_CHANNELS else None
 
 
 def _pair(cell: list[int]) -> Cell:
@@ -84,23 +88,32 @@ def _check_map(op: str, x: Tensor, cell: Cell) -> None:
 
 @torch.library.custom_op("tokamix::super_token_sample", mutates_args=())
 def _sample(x: Tensor, cell: list[int], n_iter: int) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, association, weight = reference.sample(x, _pair(cell), n_iter)
+    tokens, association, weight = _implementation(x).sample(x, _pair(cell), n_iter)
     return tokens, association.contiguous(), weight
 
 
 @torch.library.custom_op("tokamix::super_token_sample_backward", mutates_args=())
 def _sample_backward(grad: Tensor, association: Tensor, weight: Tensor, cell: list[int]) -> Tensor:
-    return reference.sample_backward(grad, association, weight, _pair(cell)).contiguous()
+    return _implementation(grad).sample_backward(grad, association, weight, _pair(cell)).contiguous()
 
 
 @torch.library.custom_op("tokamix::super_token_scatter", mutates_args=())
 def _scatter(tokens: Tensor, association: Tensor, cell: list[int]) -> Tensor:
-    return reference.scatter(tokens, association, _pair(cell)).contiguous()
+    return _implementation(tokens).scatter(tokens, association, _pair(cell)).contiguous()
 
 
 @torch.library.custom_op("tokamix::super_token_scatter_backward", mutates_args=())
 def _scatter_backward(grad: Tensor, association: Tensor, cell: list[int]) -> Tensor:
-    return reference.scatter_backward(grad, association, _pair(cell))
+    return _implementation(grad).scatter_backward(grad, association, _pair(cell))
+
+
+def _implementation(x: Tensor) -> Any:
+    """The kernels where they can take x, else the reference; both hold the same four functions."""
+    if dispatch.why_not(x) is None and _limit(x) is None:
+        from tokamix.ops.super_token import kernels
+
+        return kernels
+    return reference
 
 
 @_sample.register_fake
