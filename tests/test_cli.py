@@ -14,7 +14,7 @@ def call(*args: str, code: int = 0) -> str:
 
 def test_models() -> None:
     out = call("models", "stvit")
-    row = next(line.split() for line in out.splitlines() if line.startswith("stvit_small"))
+    row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["stvit_small"])
     assert row[1:4] == ["25.50", "4.34", "83.6"]
     assert "no model matches 'nothing-like-it'" in call("models", "nothing-like-it", code=1)
 
