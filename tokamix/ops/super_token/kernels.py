@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reference import EPS, Cell, grid_of
+from tokamix.ops.super_token.reference import EPS, Cell, grid_of
 
 
 @triton.jit

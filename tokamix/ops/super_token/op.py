@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from tokamix.ops import dispatch
-
-from . import reference
-from .reference import Cell, grid_of
+from tokamix.ops.super_token import reference
+from tokamix.ops.super_token.reference import Cell, grid_of
 
 MAX_CHANNELS = 1024  # a kernel's program holds all channels of a super token
 
