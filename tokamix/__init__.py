@@ -8,6 +8,7 @@ from tokamix.checkpoint import load_checkpoint
 from tokamix.count import count_exp, count_macs
 from tokamix.models.bodies import build
 from tokamix.registry import create_model, list_models
+from tokamix.swap import insert_context_broadcast, remove_context_broadcast, swap_mixer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -15,9 +16,12 @@ __all__ = [
     "count_exp",
     "count_macs",
     "create_model",
+    "insert_context_broadcast",
     "list_models",
     "load_checkpoint",
     "mixers",
     "models",
     "ops",
+    "remove_context_broadcast",
+    "swap_mixer",
 ]
