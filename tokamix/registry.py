@@ -9,7 +9,6 @@ from typing import Any
 
 import timm
 from timm.models import model_entrypoint, split_model_name_tag
-from torch import nn
 
 from tokamix.count import count_macs
 
@@ -25,7 +24,7 @@ def list_models(pattern: str = "") -> list[str]:
     return [name for name in names if fnmatch.fnmatch(name, glob)]
 
 
-def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
+def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> Any:
     """`timm.create_model`, with a hint when the name is not known."""
     arch = split_model_name_tag(name.split("/")[-1])[0]
     if ":" not in name and not timm.is_model(arch):

@@ -4,6 +4,7 @@ import csv
 import re
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,16 @@ def _models(device: str) -> Iterator[Measurement]:
     for mode in ("infer", "train"):
         for name, kwargs in (*OURS, *PEERS):
             label = f"{name} {mode} 224"
-            yield label, lambda n=name, m=mode, k=kwargs: models.measure(n, m, device=device, **k)
+            yield label, partial(models.measure, name, mode, device=device, **kwargs)
     for name, kwargs in LARGE:
-        yield f"{name} infer 1024", lambda n=name, k=kwargs: models.measure(n, size=1024, batch=8, device=device, **k)
+        yield f"{name} infer 1024", partial(models.measure, name, size=1024, batch=8, device=device, **kwargs)
 
 
 def _ops(cases: Callable[[], Iterator[ops.OpCase]], device: str) -> Iterator[Measurement]:
     for case in cases():
         for backend in case.backends if device == "cuda" else case.backends[-1:]:  # kernels need a GPU
             label = f"{case.op} {backend}: {case.case}, {case.tokens} tokens"
-            yield label, lambda c=case, b=backend: ops.measure(c, b, device)
+            yield label, partial(ops.measure, case, backend, device)
 
 
 SUITES: dict[str, Callable[[str], Iterator[Measurement]]] = {
