@@ -30,9 +30,15 @@ CASES = {  # batch, heads, tokens, head dim
     "16k tokens": (8, 6, 16384, 64),
     "64k tokens": (1, 6, 65536, 64),
 }
-BLOCKS = {  # tokens a step, warps, stages
-    "forward": [(256, 4, 1), (256, 8, 1), (128, 4, 1), (128, 4, 2), (128, 8, 2), (64, 4, 1), (64, 4, 2), (64, 4, 3)],
-    "backward": [(128, 8, 1), (128, 8, 2), (64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 1), (64, 8, 2), (32, 4, 2)],
+BLOCKS = {  # tokens a step, warps, stages, registers
+    "forward": [
+        *((256, 4, 1, None), (128, 4, 1, None), (128, 4, 1, 168), (128, 4, 2, None), (64, 4, 1, None), (64, 4, 1, 128)),
+        *((64, 4, 2, None), (64, 4, 2, 128), (64, 4, 3, None), (64, 4, 3, 128)),
+    ],
+    "backward": [
+        *((64, 4, 1, None), (64, 4, 1, 168), (64, 4, 2, None), (64, 4, 2, 168), (64, 4, 3, None), (64, 8, 2, None)),
+        *((64, 8, 2, 104), (32, 4, 2, 168), (32, 4, 3, None), (128, 8, 2, None)),
+    ],
 }
 
 
@@ -54,11 +60,11 @@ def runner(direction: str, qkv: Tensor, do: Tensor, plan: Plan | None) -> Callab
 def plans(direction: str, case: str) -> list[Plan]:
     batch, heads, tokens, _ = CASES[case]
     blocks = [b for b in BLOCKS[direction] if b[0] < 256 or tokens <= 256]
-    single = [Plan(*b) for b in blocks] if tokens <= 1024 else []
+    single = [Plan(*b[:3], registers=b[3]) for b in blocks] if tokens <= 1024 else []
     if tokens <= 512 or batch * heads >= 264:
         return single
     programs = (264, 528, 1056)
-    return single + [Plan(*b, chunks=-(-n // (batch * heads))) for b in blocks if b[0] < 256 for n in programs]
+    return single + [Plan(*b[:3], -(-n // (batch * heads)), b[3]) for b in blocks if b[0] < 256 for n in programs]
 
 
 def compile_plans(direction: str, case: str) -> None:

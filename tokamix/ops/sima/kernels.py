@@ -13,7 +13,7 @@ Bytes: forward reads q, k, v and writes o; backward reads q, k, v, do and writes
 (q; q, k, v, do) comes on top.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -62,8 +62,22 @@ def _norm(b_sum, eps, POWER: tl.constexpr):
 
 
 @triton.jit
+def _round(b_matrix, dtype: tl.constexpr):
+    """A small float32 matrix as tokens of `dtype` will meet it: rounded to bfloat16 or, for float16, to tf32.
+
+    float16 has not the range for it; tf32 has, and as many bits. Tensor cores cut those off that it lacks.
+    """
+    if dtype == tl.bfloat16:
+        b_matrix = b_matrix.to(tl.bfloat16).to(tl.float32)
+    if dtype == tl.float16:
+        b_bits = (b_matrix.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        b_matrix = tl.where(b_matrix == b_matrix, b_bits.to(tl.float32, bitcast=True), b_matrix)
+    return b_matrix
+
+
+@triton.jit
 def _operand(b_matrix, dtype: tl.constexpr):
-    """A small float32 matrix in the type that tokens of `dtype` are multiplied in; float16 has not its range."""
+    """A rounded matrix in the type that it is multiplied in."""
     if dtype == tl.bfloat16:
         b_matrix = b_matrix.to(tl.bfloat16)
     return b_matrix
@@ -71,7 +85,7 @@ def _operand(b_matrix, dtype: tl.constexpr):
 
 @triton.jit
 def _apply(b_x, b_matrix):
-    """Tokens x times a small matrix; tf32 keeps every bit of float16."""
+    """Tokens x times the operand of a small matrix."""
     if b_x.dtype == tl.float16:
         b_out = tl.dot(b_x.to(tl.float32), b_matrix, input_precision="tf32")
     else:
@@ -81,8 +95,8 @@ def _apply(b_x, b_matrix):
 
 @triton.jit
 def _gather(
-    p_q, p_k, p_v, p_do, q_n, k_n, v_n, do_n, NQ, NK, D, count,
-    POWER: tl.constexpr, BACKWARD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    p_q, p_k, p_v, p_do, q_n, k_n, do_n, NQ, NK, D, count,
+    POWER: tl.constexpr, BACKWARD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums over `count` tokens: kᵀ v, qᵀ do and the powers of q and k."""
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -90,9 +104,9 @@ def _gather(
     b_qdo = tl.zeros((BLOCK_D, BLOCK_D), tl.float32)
     b_q_sum = tl.zeros((BLOCK_D,), tl.float32)
     b_k_sum = tl.zeros((BLOCK_D,), tl.float32)
-    for n in range(0, count, BLOCK_N):
+    for n in tl.range(0, count, BLOCK_N, num_stages=STAGES):
         b_k = _load(p_k, o_n, NK - n, k_n, o_d, D)
-        b_v = _load(p_v, o_n, NK - n, v_n, o_d, D)
+        b_v = _load(p_v, o_n, NK - n, k_n, o_d, D)
         b_q = _load(p_q, o_n, NQ - n, q_n, o_d, D)
         b_kv = _product(b_k, b_v, b_kv)
         b_k_sum += _power_sum(b_k, POWER)
@@ -103,24 +117,26 @@ def _gather(
             p_do += BLOCK_N * do_n
         p_q += BLOCK_N * q_n
         p_k += BLOCK_N * k_n
-        p_v += BLOCK_N * v_n
+        p_v += BLOCK_N * k_n
     return b_kv, b_qdo, b_q_sum, b_k_sum
 
 
 @triton.jit
-def _weigh(b_kv, b_qdo, b_q_sum, b_k_sum, eps, POWER: tl.constexpr):
+def _weigh(b_kv, b_qdo, b_q_sum, b_k_sum, eps, POWER: tl.constexpr, dtype: tl.constexpr):
     """Sums -> M, P, and what multiplies sign(q), sign(k) (for l2: q, k) in the gradients."""
     b_q_norm, b_k_norm = _norm(b_q_sum, eps, POWER), _norm(b_k_sum, eps, POWER)
     b_m = b_kv / b_q_norm[:, None] / b_k_norm[:, None]
     b_p = b_qdo / b_q_norm[:, None] / b_k_norm[:, None]
-    b_t = tl.sum(b_m * b_p, axis=1)
-    b_q_slope, b_k_slope = b_t * b_k_norm, b_t * b_q_norm
+    b_m_rounded, b_p_rounded = _round(b_m, dtype), _round(b_p, dtype)
+    # what is taken off along the norm's gradient is rounded as what it is taken off from
+    b_q_slope = tl.sum(b_m_rounded * b_p, axis=1) * b_k_norm
+    b_k_slope = tl.sum(b_m * b_p_rounded, axis=1) * b_q_norm
     if POWER == 2:
         b_q_slope, b_k_slope = b_q_slope / b_q_norm, b_k_slope / b_k_norm
     # a norm held at eps does not change with its channel
     b_q_slope = tl.where(b_q_norm > eps, b_q_slope, 0.0)
     b_k_slope = tl.where(b_k_norm > eps, b_k_slope, 0.0)
-    return b_m, b_p, b_q_slope, b_k_slope
+    return b_m_rounded, b_p_rounded, b_q_slope, b_k_slope
 
 
 @triton.jit
@@ -134,102 +150,104 @@ def _minus_slope(b_dx, b_x, b_slope, POWER: tl.constexpr):
 
 
 @triton.jit
-def _write_output(p_q, p_o, q_n, o_n_, NQ, D, count, b_m, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """O = q M for `count` tokens."""
+def _write_output(
+    p_q, p_out, q_n, out_n, NQ, D, count, b_m, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr
+):
+    """The output of `count` tokens."""
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     b_m = _operand(b_m, p_q.dtype.element_ty)
-    for n in range(0, count, BLOCK_N):
+    for n in tl.range(0, count, BLOCK_N, num_stages=STAGES):
         b_q = _load(p_q, o_n, NQ - n, q_n, o_d, D)
-        _store(p_o, _apply(b_q, b_m), o_n, NQ - n, o_n_, o_d, D)
+        _store(p_out, _apply(b_q, b_m), o_n, NQ - n, out_n, o_d, D)
         p_q += BLOCK_N * q_n
-        p_o += BLOCK_N * o_n_
+        p_out += BLOCK_N * out_n
 
 
 @triton.jit
 def _write_gradients(
-    p_do, p_q, p_k, p_v, p_dq, p_dk, p_dv, do_n, q_n, k_n, v_n, dq_n, dk_n, dv_n, NQ, NK, D, count,
-    b_m, b_p, b_q_slope, b_k_slope, POWER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    p_do, p_q, p_k, p_v, p_dq, p_dk, p_dv, do_n, q_n, k_n, dq_n, dk_n, NQ, NK, D, count,
+    b_m, b_p, b_q_slope, b_k_slope,
+    POWER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `count` tokens."""
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     b_m_t = _operand(tl.trans(b_m), p_q.dtype.element_ty)
     b_p_t = _operand(tl.trans(b_p), p_q.dtype.element_ty)
     b_p = _operand(b_p, p_q.dtype.element_ty)
-    for n in range(0, count, BLOCK_N):
+    for n in tl.range(0, count, BLOCK_N, num_stages=STAGES):
         b_do = _load(p_do, o_n, NQ - n, do_n, o_d, D)
         b_q = _load(p_q, o_n, NQ - n, q_n, o_d, D)
-        b_v = _load(p_v, o_n, NK - n, v_n, o_d, D)
+        b_v = _load(p_v, o_n, NK - n, k_n, o_d, D)
         b_k = _load(p_k, o_n, NK - n, k_n, o_d, D)
         _store(p_dq, _minus_slope(_apply(b_do, b_m_t), b_q, b_q_slope, POWER), o_n, NQ - n, dq_n, o_d, D)
         _store(p_dk, _minus_slope(_apply(b_v, b_p_t), b_k, b_k_slope, POWER), o_n, NK - n, dk_n, o_d, D)
-        _store(p_dv, _apply(b_k, b_p), o_n, NK - n, dv_n, o_d, D)
+        _store(p_dv, _apply(b_k, b_p), o_n, NK - n, dk_n, o_d, D)
         p_do += BLOCK_N * do_n
         p_q += BLOCK_N * q_n
         p_k += BLOCK_N * k_n
-        p_v += BLOCK_N * v_n
+        p_v += BLOCK_N * k_n
         p_dq += BLOCK_N * dq_n
         p_dk += BLOCK_N * dk_n
-        p_dv += BLOCK_N * dv_n
+        p_dv += BLOCK_N * dk_n
 
 
-# In the kernels x_b, x_n, x_h are the strides of x (B, N, H, D), whose last stride is 1; a program is (b * H + h) or
-# (b * H + h) * chunks + chunk.
+# In the kernels, x_b, x_n, x_h are the strides of x (B, N, H, D), whose last stride is 1; v is laid out as k, dv as dk,
+# and out and do are contiguous. A program is head b * H + h, or one chunk of its tokens.
 
 
 @triton.jit
 def _forward_kernel(
-    p_q, p_k, p_v, p_o,  # (B, NQ, H, D), (B, NK, H, D) twice, (B, NQ, H, D)
-    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n_, o_h,
+    p_q, p_k, p_v, p_out,  # (B, NQ, H, D), (B, NK, H, D) twice, (B, NQ, H, D)
+    q_b, q_n, q_h, k_b, k_n, k_h,
     H, NQ, NK, D, eps,
-    POWER: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    POWER: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0)
     i_b, i_h = (i // H).to(tl.int64), (i % H).to(tl.int64)
     p_q += i_b * q_b + i_h * q_h
     p_k += i_b * k_b + i_h * k_h
-    p_v += i_b * v_b + i_h * v_h
-    p_o += i_b * o_b + i_h * o_h
+    p_v += i_b * k_b + i_h * k_h
+    p_out += (i_b * NQ * H + i_h) * D
     if ONE_BLOCK:  # q stays in registers between its norm and its product
         o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
         b_k = _load(p_k, o_n, NK, k_n, o_d, D)
-        b_v = _load(p_v, o_n, NK, v_n, o_d, D)
+        b_v = _load(p_v, o_n, NK, k_n, o_d, D)
         b_q = _load(p_q, o_n, NQ, q_n, o_d, D)
         b_kv = _product(b_k, b_v, tl.zeros((BLOCK_D, BLOCK_D), tl.float32))
-        b_m, _, _, _ = _weigh(b_kv, b_kv, _power_sum(b_q, POWER), _power_sum(b_k, POWER), eps, POWER)
-        _store(p_o, _apply(b_q, _operand(b_m, b_q.dtype)), o_n, NQ, o_n_, o_d, D)
+        b_m, _, _, _ = _weigh(b_kv, b_kv, _power_sum(b_q, POWER), _power_sum(b_k, POWER), eps, POWER, b_q.dtype)
+        _store(p_out, _apply(b_q, _operand(b_m, b_q.dtype)), o_n, NQ, H * D, o_d, D)
     else:
         b_kv, b_qdo, b_q_sum, b_k_sum = _gather(
-            p_q, p_k, p_v, p_q, q_n, k_n, v_n, q_n, NQ, NK, D, tl.maximum(NQ, NK), POWER, False, BLOCK_N, BLOCK_D
+            p_q, p_k, p_v, p_q, q_n, k_n, q_n, NQ, NK, D, tl.maximum(NQ, NK), POWER, False, BLOCK_N, BLOCK_D, STAGES
         )
-        b_m, _, _, _ = _weigh(b_kv, b_qdo, b_q_sum, b_k_sum, eps, POWER)
-        _write_output(p_q, p_o, q_n, o_n_, NQ, D, NQ, b_m, BLOCK_N, BLOCK_D)
+        b_m, _, _, _ = _weigh(b_kv, b_qdo, b_q_sum, b_k_sum, eps, POWER, p_q.dtype.element_ty)
+        _write_output(p_q, p_out, q_n, H * D, NQ, D, NQ, b_m, BLOCK_N, BLOCK_D, STAGES)
 
 
 @triton.jit
 def _backward_kernel(
     p_do, p_q, p_k, p_v, p_dq, p_dk, p_dv,
-    do_b, do_n, do_h, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
-    dq_b, dq_n, dq_h, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h,
+    q_b, q_n, q_h, k_b, k_n, k_h, dq_b, dq_n, dq_h, dk_b, dk_n, dk_h,
     H, NQ, NK, D, eps,
-    POWER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    POWER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0)
     i_b, i_h = (i // H).to(tl.int64), (i % H).to(tl.int64)
-    p_do += i_b * do_b + i_h * do_h
+    p_do += (i_b * NQ * H + i_h) * D
     p_q += i_b * q_b + i_h * q_h
     p_k += i_b * k_b + i_h * k_h
-    p_v += i_b * v_b + i_h * v_h
-    p_dq += i_b * dq_b + i_h * dq_h
-    p_dk += i_b * dk_b + i_h * dk_h
-    p_dv += i_b * dv_b + i_h * dv_h
+    p_v += i_b * k_b + i_h * k_h
     count = tl.maximum(NQ, NK)
     b_kv, b_qdo, b_q_sum, b_k_sum = _gather(
-        p_q, p_k, p_v, p_do, q_n, k_n, v_n, do_n, NQ, NK, D, count, POWER, True, BLOCK_N, BLOCK_D
+        p_q, p_k, p_v, p_do, q_n, k_n, H * D, NQ, NK, D, count, POWER, True, BLOCK_N, BLOCK_D, STAGES
     )
-    b_m, b_p, b_q_slope, b_k_slope = _weigh(b_kv, b_qdo, b_q_sum, b_k_sum, eps, POWER)
+    b_m, b_p, b_q_slope, b_k_slope = _weigh(b_kv, b_qdo, b_q_sum, b_k_sum, eps, POWER, p_q.dtype.element_ty)
     _write_gradients(
-        p_do, p_q, p_k, p_v, p_dq, p_dk, p_dv, do_n, q_n, k_n, v_n, dq_n, dk_n, dv_n, NQ, NK, D, count,
-        b_m, b_p, b_q_slope, b_k_slope, POWER, BLOCK_N, BLOCK_D,
+        p_do, p_q, p_k, p_v,
+        p_dq + i_b * dq_b + i_h * dq_h,
+        p_dk + i_b * dk_b + i_h * dk_h,
+        p_dv + i_b * dk_b + i_h * dk_h,
+        H * D, q_n, k_n, dq_n, dk_n, NQ, NK, D, count, b_m, b_p, b_q_slope, b_k_slope, POWER, BLOCK_N, BLOCK_D, STAGES,
     )  # fmt: skip
 
 
@@ -237,9 +255,10 @@ def _backward_kernel(
 def _gather_kernel(
     p_do, p_q, p_k, p_v,
     p_sums,  # (B * H, chunks, ROWS, BLOCK_D) float32; ROWS: kᵀ v, |q|, |k|, and for BACKWARD qᵀ do
-    do_b, do_n, do_h, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
+    q_b, q_n, q_h, k_b, k_n, k_h,
     H, NQ, NK, D, chunks, chunk_size,
-    POWER: tl.constexpr, BACKWARD: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    POWER: tl.constexpr, BACKWARD: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0)
     i_head, start = i // chunks, i % chunks * chunk_size
@@ -248,9 +267,9 @@ def _gather_kernel(
     b_kv, b_qdo, b_q_sum, b_k_sum = _gather(
         p_q + i_b * q_b + i_h * q_h + at * q_n,
         p_k + i_b * k_b + i_h * k_h + at * k_n,
-        p_v + i_b * v_b + i_h * v_h + at * v_n,
-        p_do + i_b * do_b + i_h * do_h + at * do_n,
-        q_n, k_n, v_n, do_n, NQ - start, NK - start, D, count, POWER, BACKWARD, BLOCK_N, BLOCK_D,
+        p_v + i_b * k_b + i_h * k_h + at * k_n,
+        p_do + ((i_b * NQ + at) * H + i_h) * D,
+        q_n, k_n, H * D, NQ - start, NK - start, D, count, POWER, BACKWARD, BLOCK_N, BLOCK_D, STAGES,
     )  # fmt: skip
     o_d = tl.arange(0, BLOCK_D)
     p_sums += i.to(tl.int64) * ROWS * BLOCK_D
@@ -264,6 +283,7 @@ def _gather_kernel(
 
 @triton.jit
 def _combine_kernel(
+    p_tokens,  # only their type matters
     p_sums,  # as above
     p_small,  # (B * H, ROWS, BLOCK_D) float32: M, and for BACKWARD the slopes of q and k, and P
     chunks, eps,
@@ -277,14 +297,14 @@ def _combine_kernel(
     b_qdo = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     b_q_sum = tl.zeros((BLOCK_R,), tl.float32)
     b_k_sum = tl.zeros((BLOCK_R,), tl.float32)
-    for _ in range(0, chunks):
+    for _ in tl.range(0, chunks, num_stages=4):
         b_kv += tl.load(p_sums + some)
         b_q_sum += tl.load(p_sums + BLOCK_D * BLOCK_D + o_r)
         b_k_sum += tl.load(p_sums + (BLOCK_D + 1) * BLOCK_D + o_r)
         if BACKWARD:
             b_qdo += tl.load(p_sums + (BLOCK_D + 2) * BLOCK_D + some)
         p_sums += ROWS * BLOCK_D
-    b_m, b_p, b_q_slope, b_k_slope = _weigh(b_kv, b_qdo, b_q_sum, b_k_sum, eps, POWER)
+    b_m, b_p, b_q_slope, b_k_slope = _weigh(b_kv, b_qdo, b_q_sum, b_k_sum, eps, POWER, p_tokens.dtype.element_ty)
     p_small += i_head * ROWS * BLOCK_D
     tl.store(p_small + some, b_m)
     if BACKWARD:
@@ -295,10 +315,10 @@ def _combine_kernel(
 
 @triton.jit
 def _output_kernel(
-    p_q, p_small, p_o,
-    q_b, q_n, q_h, o_b, o_n_, o_h,
+    p_q, p_small, p_out,
+    q_b, q_n, q_h,
     H, NQ, D, chunks, chunk_size,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     i = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards: the tokens gathered last are still in the cache
     i_head, start = i // chunks, i % chunks * chunk_size
@@ -307,18 +327,17 @@ def _output_kernel(
     b_m = tl.load(p_small + i_head.to(tl.int64) * ROWS * BLOCK_D + o_d[:, None] * BLOCK_D + o_d[None, :])
     _write_output(
         p_q + i_b * q_b + i_h * q_h + at * q_n,
-        p_o + i_b * o_b + i_h * o_h + at * o_n_,
-        q_n, o_n_, NQ - start, D, tl.minimum(chunk_size, NQ - start), b_m, BLOCK_N, BLOCK_D,
+        p_out + ((i_b * NQ + at) * H + i_h) * D,
+        q_n, H * D, NQ - start, D, tl.minimum(chunk_size, NQ - start), b_m, BLOCK_N, BLOCK_D, STAGES,
     )  # fmt: skip
 
 
 @triton.jit
 def _gradients_kernel(
     p_do, p_q, p_k, p_v, p_small, p_dq, p_dk, p_dv,
-    do_b, do_n, do_h, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
-    dq_b, dq_n, dq_h, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h,
+    q_b, q_n, q_h, k_b, k_n, k_h, dq_b, dq_n, dq_h, dk_b, dk_n, dk_h,
     H, NQ, NK, D, chunks, chunk_size,
-    POWER: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    POWER: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     i = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards, as above
     i_head, start = i // chunks, i % chunks * chunk_size
@@ -327,30 +346,49 @@ def _gradients_kernel(
     p_small += i_head.to(tl.int64) * ROWS * BLOCK_D
     square = o_d[:, None] * BLOCK_D + o_d[None, :]
     _write_gradients(
-        p_do + i_b * do_b + i_h * do_h + at * do_n,
+        p_do + ((i_b * NQ + at) * H + i_h) * D,
         p_q + i_b * q_b + i_h * q_h + at * q_n,
         p_k + i_b * k_b + i_h * k_h + at * k_n,
-        p_v + i_b * v_b + i_h * v_h + at * v_n,
+        p_v + i_b * k_b + i_h * k_h + at * k_n,
         p_dq + i_b * dq_b + i_h * dq_h + at * dq_n,
         p_dk + i_b * dk_b + i_h * dk_h + at * dk_n,
-        p_dv + i_b * dv_b + i_h * dv_h + at * dv_n,
-        do_n, q_n, k_n, v_n, dq_n, dk_n, dv_n, NQ - start, NK - start, D,
-        tl.minimum(chunk_size, tl.maximum(NQ, NK) - start),
+        p_dv + i_b * dk_b + i_h * dk_h + at * dk_n,
+        H * D, q_n, k_n, dq_n, dk_n, NQ - start, NK - start, D, tl.minimum(chunk_size, tl.maximum(NQ, NK) - start),
         tl.load(p_small + square),
         tl.load(p_small + (BLOCK_D + 2) * BLOCK_D + square),
         tl.load(p_small + BLOCK_D * BLOCK_D + o_d),
         tl.load(p_small + (BLOCK_D + 1) * BLOCK_D + o_d),
-        POWER, BLOCK_N, BLOCK_D,
+        POWER, BLOCK_N, BLOCK_D, STAGES,
     )  # fmt: skip
 
 
-class Plan(NamedTuple):
-    """How a pass is run: tokens per step, warps, pipeline stages, and into how many chunks the tokens are split."""
+def _block_d(dim: int) -> int:
+    return max(16, triton.next_power_of_2(dim))
 
-    block_n: int
+
+class Plan(NamedTuple):
+    """How a pass is run."""
+
+    block_n: int  # tokens a step
     warps: int
-    stages: int
-    chunks: int = 1  # 1: one launch
+    stages: int  # steps in flight
+    chunks: int = 1  # into how many the tokens are split; 1 is one launch
+    registers: int | None = None  # at most, per thread: fewer let more programs share a multiprocessor
+
+    def options(self, dim: int) -> dict[str, int | None]:
+        """The launch options that all kernels share."""
+        return {
+            "BLOCK_N": self.block_n,
+            "BLOCK_D": _block_d(dim),
+            "STAGES": self.stages,
+            "num_warps": self.warps,
+            "maxnreg": self.registers,
+        }
+
+    def split(self, tokens: int) -> tuple[int, int]:
+        """Chunks and tokens per chunk, in whole blocks."""
+        size = triton.cdiv(triton.cdiv(tokens, self.chunks), self.block_n) * self.block_n
+        return triton.cdiv(tokens, size), size
 
 
 @cache
@@ -358,55 +396,54 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _plan(q: Tensor, k: Tensor, backward: bool) -> Plan:
-    tokens, heads = max(q.shape[1], k.shape[1]), q.shape[0] * q.shape[2]
-    if q.dtype == torch.float32 or q.shape[3] > 64:  # what registers and shared memory hold
+@lru_cache
+def choose_plan(heads: int, tokens: int, dim: int, dtype: torch.dtype, device: torch.device, backward: bool) -> Plan:
+    """The plan for `heads` (over the whole batch) of `tokens`, measured on an H200."""
+    if dtype == torch.float32 or dim > 64:  # what registers and shared memory hold
         block_n, warps, stages = 32, 8, 1
-    elif not backward and tokens <= 256:
+    elif backward:
+        block_n, warps, stages = 64, 4, 3
+    elif tokens <= 256:
         block_n, warps, stages = max(16, triton.next_power_of_2(tokens)), 4, 1
     else:
-        block_n, warps, stages = 64, 4, 2
-    if tokens <= 512 or heads >= 2 * _processors(q.device):
+        block_n, warps, stages = 128, 4, 1
+    if tokens <= 512 or heads >= 1.5 * _processors(device):
         return Plan(block_n, warps, stages)
-    return Plan(block_n, warps, stages, triton.cdiv(4 * _processors(q.device), heads))
-
-
-def _strides(*tensors: Tensor) -> list[int]:
-    return [s for x in tensors for s in x.stride()[:3]]
+    if not backward and block_n > 32:
+        block_n, warps, stages = 64, 4, 3
+    return Plan(block_n, warps, stages, triton.cdiv(4 * _processors(device), heads))
 
 
 def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride(3) == 1 else x.contiguous()
 
 
-def _split(tokens: int, plan: Plan) -> tuple[int, int]:
-    """Chunks and tokens per chunk, in whole blocks."""
-    size = triton.cdiv(triton.cdiv(tokens, plan.chunks), plan.block_n) * plan.block_n
-    return triton.cdiv(tokens, size), size
+def _keys_and_values(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with the same strides."""
+    return (k, v) if k.stride(3) == 1 and k.stride() == v.stride() else (k.contiguous(), v.contiguous())
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, norm: str | None, eps: float, plan: Plan | None = None) -> Tensor:
     """Attend from q (B, Nq, H, D) to k, v (B, Nk, H, D) -> (B, Nq, H, D), contiguous."""
-    q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
     batch, nq, heads, dim = q.shape
     nk, power = k.shape[1], POWERS[norm]
-    out = torch.empty((batch, nq, heads, dim), device=q.device, dtype=q.dtype)
+    out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
     if not out.numel():
         return out
-    plan = plan or _plan(q, k, backward=False)
-    block_d = max(16, triton.next_power_of_2(dim))
-    options = {"BLOCK_N": plan.block_n, "BLOCK_D": block_d, "num_warps": plan.warps, "num_stages": plan.stages}
+    q, (k, v) = _unit_stride(q), _keys_and_values(k, v)
+    plan = plan or choose_plan(batch * heads, max(nq, nk), dim, q.dtype, q.device, backward=False)
+    options = plan.options(dim)
     if plan.chunks == 1:
         _forward_kernel[(batch * heads,)](
-            q, k, v, out, *_strides(q, k, v, out), heads, nq, nk, dim, eps,
+            q, k, v, out, *q.stride()[:3], *k.stride()[:3], heads, nq, nk, dim, eps,
             POWER=power, ONE_BLOCK=max(nq, nk) <= plan.block_n, **options,
         )  # fmt: skip
-        return out
-    small = _gather_and_combine(q, q, k, v, power, eps, plan, block_d, options, backward=False)
-    chunks, size = _split(nq, plan)
-    _output_kernel[(batch * heads * chunks,)](
-        q, small, out, *_strides(q, out), heads, nq, dim, chunks, size, ROWS=small.shape[1], **options
-    )
+    else:
+        small = _small_matrices(q, q, k, v, power, eps, plan, backward=False)
+        chunks, size = plan.split(nq)
+        _output_kernel[(batch * heads * chunks,)](
+            q, small, out, *q.stride()[:3], heads, nq, dim, chunks, size, ROWS=small.shape[1], **options
+        )
     return out
 
 
@@ -414,43 +451,42 @@ def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, norm: str | None, eps: float,
     plan: Plan | None = None,
 ) -> None:  # fmt: skip
-    """Write the gradients of q, k and v, (B, N, H, D) each, into dq, dk and dv, whose last stride is 1."""
-    do, q, k, v = _unit_stride(do), _unit_stride(q), _unit_stride(k), _unit_stride(v)
+    """Write the gradients of q, k and v, (B, N, H, D) each, into dq, dk and dv; dk and dv have the same strides."""
     batch, nq, heads, dim = q.shape
     nk, power = k.shape[1], POWERS[norm]
-    plan = plan or _plan(q, k, backward=True)
-    block_d = max(16, triton.next_power_of_2(dim))
-    options = {"BLOCK_N": plan.block_n, "BLOCK_D": block_d, "num_warps": plan.warps, "num_stages": plan.stages}
-    tokens, strides = max(nq, nk), _strides(do, q, k, v, dq, dk, dv)
+    do, q, (k, v) = do.contiguous(), _unit_stride(q), _keys_and_values(k, v)
+    plan = plan or choose_plan(batch * heads, max(nq, nk), dim, q.dtype, q.device, backward=True)
+    options = plan.options(dim)
+    strides = *q.stride()[:3], *k.stride()[:3], *dq.stride()[:3], *dk.stride()[:3]
     if plan.chunks == 1:
         _backward_kernel[(batch * heads,)](
             do, q, k, v, dq, dk, dv, *strides, heads, nq, nk, dim, eps, POWER=power, **options
         )
-        return
-    small = _gather_and_combine(do, q, k, v, power, eps, plan, block_d, options, backward=True)
-    chunks, size = _split(tokens, plan)
-    _gradients_kernel[(batch * heads * chunks,)](
-        do, q, k, v, small, dq, dk, dv, *strides, heads, nq, nk, dim, chunks, size,
-        POWER=power, ROWS=small.shape[1], **options,
-    )  # fmt: skip
+    else:
+        small = _small_matrices(do, q, k, v, power, eps, plan, backward=True)
+        chunks, size = plan.split(max(nq, nk))
+        _gradients_kernel[(batch * heads * chunks,)](
+            do, q, k, v, small, dq, dk, dv, *strides, heads, nq, nk, dim, chunks, size,
+            POWER=power, ROWS=small.shape[1], **options,
+        )  # fmt: skip
 
 
-def _gather_and_combine(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, power: int, eps: float, plan: Plan, block_d: int,
-    options: dict[str, int], backward: bool,
-) -> Tensor:  # fmt: skip
-    """The small matrices of every head, (B * H, rows, BLOCK_D)."""
+def _small_matrices(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, power: int, eps: float, plan: Plan, backward: bool
+) -> Tensor:
+    """The small matrices of every head, (B * H, rows, BLOCK_D), from tokens split into chunks."""
     batch, nq, heads, dim = q.shape
-    nk = k.shape[1]
-    chunks, size = _split(max(nq, nk), plan)
+    nk, block_d = k.shape[1], _block_d(dim)
+    chunks, size = plan.split(max(nq, nk))
     rows = 2 * block_d + 2 if backward else block_d + 2
-    sums = torch.empty((batch * heads, chunks, rows, block_d), device=q.device, dtype=torch.float32)
+    # the partial sums of the chunks and, behind them, what they combine to
+    buffer = torch.empty((chunks + 1, batch * heads, rows, block_d), device=q.device, dtype=torch.float32)
+    small = buffer[chunks]
     _gather_kernel[(batch * heads * chunks,)](
-        do, q, k, v, sums, *_strides(do, q, k, v), heads, nq, nk, dim, chunks, size,
-        POWER=power, BACKWARD=backward, ROWS=rows, **options,
+        do, q, k, v, buffer, *q.stride()[:3], *k.stride()[:3], heads, nq, nk, dim, chunks, size,
+        POWER=power, BACKWARD=backward, ROWS=rows, **plan.options(dim),
     )  # fmt: skip
-    small = torch.empty((batch * heads, rows, block_d), device=q.device, dtype=torch.float32)
     _combine_kernel[(batch * heads, block_d // 16)](
-        sums, small, chunks, eps, POWER=power, BACKWARD=backward, ROWS=rows, BLOCK_R=16, BLOCK_D=block_d, num_warps=4
+        q, buffer, small, chunks, eps, POWER=power, BACKWARD=backward, ROWS=rows, BLOCK_R=16, BLOCK_D=block_d
     )
     return small
