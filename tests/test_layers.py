@@ -5,7 +5,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tokamix.layers import PositionTable, SoftmaxProduct, map_to_tokens, merge_heads, split_heads
+from tokamix.layers import (
+    GELU,
+    PositionTable,
+    SoftmaxProduct,
+    map_to_tokens,
+    merge_heads,
+    near_gelu,
+    split_heads,
+)
 
 
 class Positioned(nn.Module):
@@ -58,3 +66,12 @@ def test_softmax_product_takes_fewer_keys_than_queries() -> None:
         part = slice(6 * h, 6 * (h + 1))
         expected = (0.3 * x[..., part] @ y[..., part].mT).softmax(-1) @ (y + 1)[..., part]
         torch.testing.assert_close(out[..., part], expected)
+
+
+def test_near_gelu_is_near() -> None:
+    x = torch.linspace(-30, 30, 60_001, dtype=torch.float64, requires_grad=True)
+    near, exact = near_gelu(x), F.gelu(x)
+    assert (near - exact).abs().max() < 3e-5
+    slopes = (torch.autograd.grad(y.sum(), x)[0] for y in (near, exact))
+    assert (next(slopes) - next(slopes)).abs().max() < 2e-4
+    torch.testing.assert_close(GELU()(x), exact)

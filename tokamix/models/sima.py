@@ -21,7 +21,7 @@ from timm.layers import DropPath, Mlp, get_act_layer, trunc_normal_
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from tokamix.layers import DepthwiseConv, MapConv, channels_first, channels_last, map_to_tokens, tokens_to_map
+from tokamix.layers import GELU, DepthwiseConv, MapConv, channels_first, channels_last, map_to_tokens, tokens_to_map
 from tokamix.mixers.sima import SimAClassAttention, SimASelfAttention
 from tokamix.models._backbone import Column, Indices, image_cfg
 
@@ -80,7 +80,7 @@ class FourierPositions(nn.Module):
 class LocalPatchInteraction(nn.Module):
     """Depthwise 3x3 convolution, activation, batch norm, depthwise 3x3 convolution on the map of tokens."""
 
-    def __init__(self, dim: int, act_layer: Any = nn.GELU, device: Any = None, dtype: Any = None) -> None:
+    def __init__(self, dim: int, act_layer: Any = GELU, device: Any = None, dtype: Any = None) -> None:
         dd = {"device": device, "dtype": dtype}
         super().__init__()
         self.conv1 = DepthwiseConv(dim, **dd)
@@ -106,7 +106,7 @@ class Block(nn.Module):
         norm: str | None = "l1",
         local_interaction: bool = True,
         drop_path: float = 0.0,
-        act_layer: Any = nn.GELU,
+        act_layer: Any = GELU,
         eta: float = 1.0,
         device: Any = None,
         dtype: Any = None,
@@ -154,7 +154,7 @@ class ClassBlock(nn.Module):
         mlp_ratio: float = 4.0,
         qkv_bias: bool = True,
         norm: str | None = "l1",
-        act_layer: Any = nn.GELU,
+        act_layer: Any = GELU,
         eta: float = 1.0,
         tokens_norm: bool = True,
         device: Any = None,
@@ -231,7 +231,7 @@ class XCiTSimA(Column):
         mlp_ratio: float = 4.0,
         qkv_bias: bool = True,
         norm: str | None = "l1",
-        act_layer: Any = nn.GELU,
+        act_layer: Any = GELU,
         local_interaction: bool = True,
         use_pos: bool = True,
         eta: float = 1.0,
