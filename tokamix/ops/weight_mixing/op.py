@@ -14,6 +14,8 @@ Pair = tuple[int, int]
 __all__ = ["bank_mixing", "bank_mixing_weights", "resize_bank"]
 
 ACTIVATIONS = ("softmax", "identity", "l2", "sigmoid", "layernorm")
+KERNEL_ACTIVATIONS = ("softmax", "identity", "sigmoid")
+MAX_KERNEL_SIDE = 256
 
 
 def bank_mixing(
@@ -57,7 +59,7 @@ def bank_mixing(
     window = window or grid
     _check(v, policy, bank, grid, window, shift, activation)
     if policy is not None:
-        limit = _limit(activation)
+        limit = _limit(v, bank, activation)
         if dispatch.choose("bank_mixing", v, policy, bank, backend=backend, limit=limit) == "triton":
             out, _ = torch.ops.tokamix.bank_mixing(v, policy, bank, grid, window, shift, shift_mask, activation)
             return out
@@ -117,8 +119,17 @@ def _check(
         raise ValueError(f"v and policy must share one dtype, got {v.dtype} and {policy.dtype}; cast one of them")
 
 
-def _limit(activation: str) -> str | None:
-    return "no kernel yet"
+def _limit(v: Tensor, bank: Tensor, activation: str) -> str | None:
+    if activation not in KERNEL_ACTIVATIONS:
+        return f"activation {activation!r} has no kernel, only {', '.join(KERNEL_ACTIVATIONS)} have"
+    for name, size in (("head dim", v.shape[3]), ("bank size", bank.shape[0])):
+        if size > MAX_KERNEL_SIDE:
+            return f"{name} {size} is over {MAX_KERNEL_SIDE}"
+    return None
+
+
+def _use_kernels(v: Tensor, policy: Tensor, bank: Tensor, activation: str) -> bool:
+    return dispatch.why_not(v, policy, bank) is None and _limit(v, bank, activation) is None
 
 
 @torch.library.custom_op("tokamix::bank_mixing", mutates_args=())
@@ -132,9 +143,14 @@ def _bank_mixing(
     shift_mask: bool,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
-    """The mixed tokens, and what the kernels' backward pass needs of the normalisation."""
-    out = reference.bank_mixing(v, policy, bank, _pair(grid), _pair(window), _pair(shift), shift_mask, activation)
-    return out.contiguous(), v.new_empty(0, dtype=torch.float32)
+    """The mixed tokens, and the logarithms of softmax's sums for the kernels' backward pass."""
+    options = (_pair(grid), _pair(window), _pair(shift), shift_mask, activation)
+    sums = _empty_sums(v, window, activation)
+    if _use_kernels(v, policy, bank, activation):
+        from tokamix.ops.weight_mixing import kernels
+
+        return kernels.forward(v, policy, bank, sums, *options), sums
+    return reference.bank_mixing(v, policy, bank, *options).contiguous(), sums.zero_()
 
 
 @_bank_mixing.register_fake
@@ -148,7 +164,7 @@ def _(
     shift_mask: bool,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), v.new_empty(0, dtype=torch.float32)
+    return v.new_empty(v.shape), _empty_sums(v, window, activation)
 
 
 @torch.library.custom_op("tokamix::bank_mixing_backward", mutates_args=())
@@ -158,7 +174,7 @@ def _bank_mixing_backward(
     policy: Tensor,
     bank: Tensor,
     out: Tensor,
-    log_sum: Tensor,
+    sums: Tensor,
     grid: Sequence[int],
     window: Sequence[int],
     shift: Sequence[int],
@@ -166,9 +182,16 @@ def _bank_mixing_backward(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = (_pair(grid), _pair(window), _pair(shift), shift_mask, activation)
+    if _use_kernels(v, policy, bank, activation):
+        from tokamix.ops.weight_mixing import kernels
+
+        return kernels.backward(grad, v, policy, bank, out, sums, *options)
+
+    def mix(v: Tensor, policy: Tensor, bank: Tensor) -> Tensor:
+        return reference.bank_mixing(v, policy, bank, *options)
+
     # torch.func differentiates here too, where autograd itself is switched off
-    _, pull_back = torch.func.vjp(lambda *x: reference.bank_mixing(*x, *options), v, policy, bank)
-    grads = pull_back(grad)
+    grads = torch.func.vjp(mix, v, policy, bank)[1](grad)
     return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
 
 
@@ -179,7 +202,7 @@ def _(
     policy: Tensor,
     bank: Tensor,
     out: Tensor,
-    log_sum: Tensor,
+    sums: Tensor,
     grid: Sequence[int],
     window: Sequence[int],
     shift: Sequence[int],
@@ -200,6 +223,13 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _bank_mixing.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _empty_sums(v: Tensor, window: Sequence[int], activation: str) -> Tensor:
+    """Room for one sum for each pair of a window and a head, and token: (pairs, h*w); none where none is saved."""
+    tokens = window[0] * window[1]
+    pairs = v.shape[0] * v.shape[1] * v.shape[2] // tokens if activation == "softmax" else 0
+    return v.new_empty(pairs, tokens, dtype=torch.float32)
 
 
 def _pair(values: Sequence[int]) -> Pair:

@@ -1,0 +1,445 @@
+"""Adaptive weight mixing in Triton.
+
+For one source the logits of all heads of all windows are one matrix product, policies (windows * heads, K) times the
+bank's row (K, destinations): tensor cores want the source outermost. Softmax and the product with the values want a
+window and a head outermost. The change of order goes through memory once, in the inputs' precision: `logits`
+(pairs, N, PITCH), where a pair is a window and a head, N its tokens, and PITCH is N rounded up to whole vectors.
+Written and read that is 4 N^2 bytes a pair in half precision. It is scratch: the backward pass computes it again, turns
+it into its own gradient in place, and reads that once more for policy and bank. There are no atomics: every result is
+deterministic.
+
+Windows, shifts and heads are found by address; maps are neither rolled nor cut.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+Pair = tuple[int, int]
+VECTOR = 8  # elements of a 16-byte access in half precision
+MAX_BLOCK = 256  # destinations a program takes at once
+SCRATCH_BYTES = 2**30  # larger batches are worked off in parts
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _locate(i_w, o_n, height, width, shift_y, shift_x, WIN_W: tl.constexpr, WIN_H: tl.constexpr):
+    """Tokens o_n of window i_w: their index in the map, and on which side of its borders the shift brought them."""
+    columns = width // WIN_W
+    y = (i_w // columns) * WIN_H + o_n // WIN_W
+    x = (i_w % columns) * WIN_W + o_n % WIN_W
+    side = tl.where(y >= height - shift_y, 2, 0) + tl.where(x >= width - shift_x, 1, 0)
+    y = tl.where(y + shift_y >= height, y + shift_y - height, y + shift_y)
+    x = tl.where(x + shift_x >= width, x + shift_x - width, x + shift_x)
+    return y * width + x, side
+
+
+@triton.jit
+def _bank_row(p_bank, i_n, o_k, o_m, K, WIN_H: tl.constexpr, WIN_W: tl.constexpr, RELATIVE: tl.constexpr):
+    """The bank's weights from source i_n, (BLOCK_K, BLOCK_M)."""
+    if RELATIVE:
+        dy = i_n // WIN_W - o_m // WIN_W + WIN_H - 1
+        dx = i_n % WIN_W - o_m % WIN_W + WIN_W - 1
+        o_bank = o_k[:, None] * ((2 * WIN_H - 1) * (2 * WIN_W - 1)) + (dy * (2 * WIN_W - 1) + dx)[None, :]
+    else:
+        o_bank = (o_k[:, None] * (WIN_H * WIN_W) + i_n) * (WIN_H * WIN_W) + o_m[None, :]
+    return tl.load(p_bank + o_bank, mask=(o_k < K)[:, None] & (o_m < WIN_H * WIN_W)[None, :], other=0.0)
+
+
+@triton.jit
+def _policy_offsets(
+    i_n,
+    o_p,
+    o_k,
+    windows,
+    height,
+    width,
+    shift_y,
+    shift_x,
+    K,
+    HEADS: tl.constexpr,
+    WIN_H: tl.constexpr,
+    WIN_W: tl.constexpr,
+):
+    """Where the policies (BLOCK_K, BLOCK_P) of source i_n lie in (B, H*W, K, HEADS); heads run along the last axis."""
+    i_h, i_w = o_p % HEADS, o_p // HEADS % windows
+    token, _ = _locate(i_w, i_n, height, width, shift_y, shift_x, WIN_W, WIN_H)
+    token += (o_p // HEADS // windows) * (height * width)
+    return (token.to(tl.int64) * (K * HEADS) + i_h)[None, :] + (o_k * HEADS)[:, None]
+
+
+@triton.jit
+def _logits_kernel(
+    p_policy,  # (B, H*W, K, HEADS)
+    p_bank,  # (K, displacements) or (K, N, N)
+    p_logits,  # (pairs, N, PITCH)
+    pairs,
+    windows,
+    height,
+    width,
+    shift_y,
+    shift_x,
+    K,
+    HEADS: tl.constexpr,
+    WIN_H: tl.constexpr,
+    WIN_W: tl.constexpr,
+    RELATIVE: tl.constexpr,
+    PITCH: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    N: tl.constexpr = WIN_H * WIN_W
+    i_n = tl.program_id(0)
+    o_k, o_m = tl.arange(0, BLOCK_K), tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    dtype = p_policy.dtype.element_ty
+    b_bank = _bank_row(p_bank, i_n, o_k, o_m, K, WIN_H, WIN_W, RELATIVE).to(dtype)
+    for start in range(tl.program_id(2) * BLOCK_P, pairs, tl.num_programs(2) * BLOCK_P):
+        o_p = start + tl.arange(0, BLOCK_P)
+        o_policy = _policy_offsets(i_n, o_p, o_k, windows, height, width, shift_y, shift_x, K, HEADS, WIN_H, WIN_W)
+        b_policy = tl.load(p_policy + o_policy, mask=(o_k < K)[:, None] & (o_p < pairs)[None, :], other=0.0)
+        b_logits = tl.dot(tl.trans(b_policy), b_bank, input_precision="ieee")
+        if dtype == tl.float16:
+            b_logits = tl.minimum(tl.maximum(b_logits, -65504.0), 65504.0)
+        p = p_logits + (o_p[:, None].to(tl.int64) * N + i_n) * PITCH + o_m[None, :]
+        tl.store(p, b_logits.to(dtype), mask=(o_p < pairs)[:, None] & (o_m < PITCH)[None, :])
+
+
+@triton.jit
+def _mix_kernel(
+    p_logits,  # (pairs, N, PITCH)
+    p_v,  # (B, H*W, HEADS, D)
+    p_out,  # (B, H*W, HEADS, D)
+    p_lse,  # (pairs, N), the logarithm of each destination's sum under softmax
+    windows,
+    height,
+    width,
+    shift_y,
+    shift_x,
+    D,
+    HEADS: tl.constexpr,
+    WIN_H: tl.constexpr,
+    WIN_W: tl.constexpr,
+    MASKED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PITCH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    N: tl.constexpr = WIN_H * WIN_W
+    # backwards: what the previous kernel wrote last is still in the cache
+    i_p = tl.num_programs(0) - 1 - tl.program_id(0)
+    i_h, i_w, i_b = i_p % HEADS, i_p // HEADS % windows, (i_p // HEADS // windows).to(tl.int64)
+    i_p = i_p.to(tl.int64)
+    o_m, o_d = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    m_m, m_d = o_m < N, o_d < D
+    dst, side_dst = _locate(i_w, o_m, height, width, shift_y, shift_x, WIN_W, WIN_H)
+    p_v += (i_b * height * width * HEADS + i_h) * D
+    p_out += (i_b * height * width * HEADS + i_h) * D
+    b_out = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    b_max, b_sum = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    for start in range(0, N, BLOCK_N):
+        o_n = start + tl.arange(0, BLOCK_N)
+        src, side_src = _locate(i_w, o_n, height, width, shift_y, shift_x, WIN_W, WIN_H)
+        valid = (o_n < N)[:, None] & (o_m < PITCH)[None, :]
+        b_w = tl.load(p_logits + (i_p * N + o_n[:, None]) * PITCH + o_m[None, :], mask=valid, other=0.0).to(tl.float32)
+        if MASKED:
+            valid &= side_src[:, None] == side_dst[None, :]
+        if ACTIVATION == "softmax":
+            b_w = tl.where(valid, b_w * LOG2_E, float("-inf"))
+            b_top = tl.maximum(b_max, tl.max(b_w, axis=0))
+            b_safe = tl.where(b_top == float("-inf"), 0.0, b_top)  # no source allowed yet
+            b_w = tl.exp2(b_w - b_safe[None, :])
+            b_scale = tl.exp2(b_max - b_safe)
+            b_sum = b_sum * b_scale + tl.sum(b_w, axis=0)
+            b_out *= b_scale[:, None]
+            b_max = b_top
+        else:
+            if ACTIVATION == "sigmoid":
+                b_w = 1 / (1 + tl.exp2(-b_w * LOG2_E))
+            b_w = tl.where(valid, b_w, 0.0)
+        b_v = tl.load(
+            p_v + src[:, None] * (HEADS * D) + o_d[None, :], mask=(o_n < N)[:, None] & m_d[None, :], other=0.0
+        )
+        b_out += tl.dot(tl.trans(b_w).to(b_v.dtype), b_v, input_precision="ieee")
+    if ACTIVATION == "softmax":
+        b_sum = tl.where(m_m, b_sum, 1.0)
+        b_out /= b_sum[:, None]
+        tl.store(p_lse + i_p * N + o_m, b_max + tl.log2(b_sum), mask=m_m)
+    p = p_out + dst[:, None] * (HEADS * D) + o_d[None, :]
+    tl.store(p, b_out.to(p_out.dtype.element_ty), mask=m_m[:, None] & m_d[None, :])
+
+
+@triton.jit
+def _mix_backward_kernel(
+    p_logits,  # (pairs, N, PITCH), replaced by their gradient
+    p_v,  # (B, H*W, HEADS, D)
+    p_out,  # (B, H*W, HEADS, D)
+    p_lse,  # (pairs, N)
+    p_grad,  # (B, H*W, HEADS, D), gradient of out
+    p_grad_v,  # (B, H*W, HEADS, D)
+    windows,
+    height,
+    width,
+    shift_y,
+    shift_x,
+    D,
+    HEADS: tl.constexpr,
+    WIN_H: tl.constexpr,
+    WIN_W: tl.constexpr,
+    MASKED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PITCH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    N: tl.constexpr = WIN_H * WIN_W
+    i_p = tl.num_programs(0) - 1 - tl.program_id(0)
+    i_h, i_w, i_b = i_p % HEADS, i_p // HEADS % windows, (i_p // HEADS // windows).to(tl.int64)
+    i_p = i_p.to(tl.int64)
+    o_n, o_d = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    base = (i_b * height * width * HEADS + i_h) * D
+    src, side_src = _locate(i_w, o_n, height, width, shift_y, shift_x, WIN_W, WIN_H)
+    o_src = base + src[:, None] * (HEADS * D) + o_d[None, :]
+    m_src = (o_n < N)[:, None] & m_d[None, :]
+    b_v = tl.load(p_v + o_src, mask=m_src, other=0.0)
+    b_grad_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for start in range(0, N, BLOCK_M):
+        o_m = start + tl.arange(0, BLOCK_M)
+        dst, side_dst = _locate(i_w, o_m, height, width, shift_y, shift_x, WIN_W, WIN_H)
+        o_dst = base + dst[:, None] * (HEADS * D) + o_d[None, :]
+        m_dst = (o_m < N)[:, None] & m_d[None, :]
+        b_grad = tl.load(p_grad + o_dst, mask=m_dst, other=0.0)
+        valid = (o_n < N)[:, None] & (o_m < PITCH)[None, :]
+        p = p_logits + (i_p * N + o_n[:, None]) * PITCH + o_m[None, :]
+        b_w = tl.load(p, mask=valid, other=0.0).to(tl.float32)
+        b_grad_w = tl.dot(b_v, tl.trans(b_grad), input_precision="ieee")
+        if ACTIVATION == "softmax":
+            b_out = tl.load(p_out + o_dst, mask=m_dst, other=0.0)
+            b_lse = tl.load(p_lse + i_p * N + o_m, mask=o_m < N, other=0.0)
+            b_delta = tl.sum(b_out.to(tl.float32) * b_grad.to(tl.float32), axis=1)
+            b_w = tl.exp2(b_w * LOG2_E - b_lse[None, :])
+            b_slope = b_w * (b_grad_w - b_delta[None, :])
+        elif ACTIVATION == "sigmoid":
+            b_w = 1 / (1 + tl.exp2(-b_w * LOG2_E))
+            b_slope = b_w * (1 - b_w) * b_grad_w
+        else:
+            b_slope = b_grad_w
+        allowed = (o_n < N)[:, None] & (o_m < N)[None, :]
+        if MASKED:
+            allowed &= side_src[:, None] == side_dst[None, :]
+        b_w = tl.where(allowed, b_w, 0.0)
+        tl.store(p, tl.where(allowed, b_slope, 0.0).to(p_logits.dtype.element_ty), mask=valid)
+        b_grad_v += tl.dot(b_w.to(b_grad.dtype), b_grad, input_precision="ieee")
+    tl.store(p_grad_v + o_src, b_grad_v.to(p_grad_v.dtype.element_ty), mask=m_src)
+
+
+@triton.jit
+def _policy_and_bank_kernel(
+    p_grad_logits,  # (pairs, N, PITCH)
+    p_policy,  # (B, H*W, K, HEADS)
+    p_bank,  # (K, displacements) or (K, N, N)
+    p_grad_policy,  # (parts of M, B, H*W, K, HEADS)
+    p_grad_bank,  # (parts of the pairs, N, K, N)
+    pairs,
+    windows,
+    height,
+    width,
+    shift_y,
+    shift_x,
+    K,
+    HEADS: tl.constexpr,
+    WIN_H: tl.constexpr,
+    WIN_W: tl.constexpr,
+    RELATIVE: tl.constexpr,
+    PITCH: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    N: tl.constexpr = WIN_H * WIN_W
+    i_n, i_m, i_s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    o_k, o_m = tl.arange(0, BLOCK_K), i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    dtype = p_policy.dtype.element_ty
+    b_bank = _bank_row(p_bank, i_n, o_k, o_m, K, WIN_H, WIN_W, RELATIVE).to(dtype)
+    b_grad_bank = tl.zeros((BLOCK_K, BLOCK_M), tl.float32)
+    p_grad_policy += i_m.to(tl.int64) * (pairs * N) * K
+    for start in range(i_s * BLOCK_P, pairs, tl.num_programs(2) * BLOCK_P):
+        o_p = start + tl.arange(0, BLOCK_P)
+        m_policy = (o_k < K)[:, None] & (o_p < pairs)[None, :]
+        o_policy = _policy_offsets(i_n, o_p, o_k, windows, height, width, shift_y, shift_x, K, HEADS, WIN_H, WIN_W)
+        b_policy = tl.load(p_policy + o_policy, mask=m_policy, other=0.0)
+        p = p_grad_logits + (o_p[:, None].to(tl.int64) * N + i_n) * PITCH + o_m[None, :]
+        b_slope = tl.load(p, mask=(o_p < pairs)[:, None] & (o_m < PITCH)[None, :], other=0.0)
+        b_grad_policy = tl.dot(b_bank, tl.trans(b_slope), input_precision="ieee")
+        tl.store(p_grad_policy + o_policy, b_grad_policy.to(p_grad_policy.dtype.element_ty), mask=m_policy)
+        b_grad_bank += tl.dot(b_policy, b_slope, input_precision="ieee")
+    p = p_grad_bank + ((i_s * N + i_n).to(tl.int64) * K + o_k[:, None]) * N + o_m[None, :]
+    tl.store(p, b_grad_bank, mask=(o_k < K)[:, None] & (o_m < N)[None, :])
+
+
+@triton.jit
+def _displacements_kernel(
+    p_pairs,  # (PARTS, N, K, N)
+    p_bank,  # (K, displacements)
+    K,
+    PARTS: tl.constexpr,
+    WIN_H: tl.constexpr,
+    WIN_W: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Sum the gradient of a bank of pairs of positions over the pairs with the same displacement."""
+    N: tl.constexpr = WIN_H * WIN_W
+    TABLE: tl.constexpr = (2 * WIN_H - 1) * (2 * WIN_W - 1)
+    i_k = tl.program_id(0)
+    o_r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    dy, dx = o_r // (2 * WIN_W - 1) - (WIN_H - 1), o_r % (2 * WIN_W - 1) - (WIN_W - 1)
+    b_sum = tl.zeros((BLOCK_R,), tl.float32)
+    for start in range(0, N, BLOCK_N):
+        o_n = start + tl.arange(0, BLOCK_N)
+        y, x = (o_n // WIN_W)[:, None] - dy[None, :], (o_n % WIN_W)[:, None] - dx[None, :]
+        valid = (y >= 0) & (y < WIN_H) & (x >= 0) & (x < WIN_W) & (o_n < N)[:, None]
+        for part in range(PARTS):
+            p = p_pairs + ((part * N + o_n[:, None]).to(tl.int64) * K + i_k) * N + y * WIN_W + x
+            b_sum += tl.sum(tl.load(p, mask=valid, other=0.0), axis=0)
+    tl.store(p_bank + i_k * TABLE + o_r, b_sum.to(p_bank.dtype.element_ty), mask=o_r < TABLE)
+
+
+def forward(
+    v: Tensor,
+    policy: Tensor,
+    bank: Tensor,
+    sums: Tensor,
+    grid: Pair,
+    window: Pair,
+    shift: Pair,
+    shift_mask: bool,
+    activation: str,
+) -> Tensor:
+    """Mixed values (B, N, heads, d); under softmax the logarithms of its sums are written to sums (pairs, h*w)."""
+    v, policy, bank = v.contiguous(), policy.contiguous(), bank.contiguous()  # as Linear layers leave them already
+    out = torch.empty_like(v)
+    plan = _Plan(v, policy, bank, grid, window, shift, shift_mask)
+    for images, pairs, logits in plan.parts():
+        plan.compose(policy[images], bank, logits)
+        launch = (len(logits), triton.cdiv(plan.tokens, plan.block_m))
+        _mix_kernel[launch](
+            logits, v[images], out[images], sums[pairs], *plan.map, v.shape[3], *plan.window, plan.masked, activation,
+            plan.pitch, plan.block_n, plan.block_m, plan.block_d, num_warps=plan.mix_warps,
+        )  # fmt: skip
+    return out
+
+
+def backward(
+    grad: Tensor,
+    v: Tensor,
+    policy: Tensor,
+    bank: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    grid: Pair,
+    window: Pair,
+    shift: Pair,
+    shift_mask: bool,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of v, policy and bank."""
+    grad, v, policy, bank = grad.contiguous(), v.contiguous(), policy.contiguous(), bank.contiguous()
+    plan = _Plan(v, policy, bank, grid, window, shift, shift_mask)
+    grad_v, grad_policy, grad_bank = torch.empty_like(v), torch.empty_like(policy), None
+    for images, pairs, logits in plan.parts():
+        plan.compose(policy[images], bank, logits)
+        # all sources at once where they fit: then values and gradients are read once
+        launch = (len(logits), triton.cdiv(plan.tokens, plan.block_m))
+        _mix_backward_kernel[launch](
+            logits, v[images], out[images], sums[pairs], grad[images], grad_v[images], *plan.map, v.shape[3],
+            *plan.window, plan.masked, activation, plan.pitch, plan.block_m, plan.block_n, plan.block_d,
+            num_warps=plan.mix_warps,
+        )  # fmt: skip
+        part = plan.differentiate(policy[images], bank, logits, grad_policy[images])
+        grad_bank = part if grad_bank is None else grad_bank + part
+    assert grad_bank is not None
+    return grad_v, grad_policy, grad_bank.to(bank.dtype)
+
+
+class _Plan:
+    """Geometry and block sizes of one call."""
+
+    def __init__(
+        self, v: Tensor, policy: Tensor, bank: Tensor, grid: Pair, window: Pair, shift: Pair, shift_mask: bool
+    ) -> None:
+        self.batch, self.heads, self.entries = v.shape[0], v.shape[2], bank.shape[0]
+        self.tokens = window[0] * window[1]
+        self.windows = grid[0] * grid[1] // self.tokens
+        self.map = (self.windows, *grid, *shift)
+        self.window = (self.heads, *window)
+        self.relative = bank.ndim == 2
+        self.masked = shift_mask and shift != (0, 0)
+        self.pitch = triton.cdiv(self.tokens, VECTOR) * VECTOR
+        self.dtype, self.device = v.dtype, v.device
+
+        self.block_d = max(16, triton.next_power_of_2(v.shape[3]))
+        self.block_k = max(16, triton.next_power_of_2(self.entries))
+        self.block_m = min(MAX_BLOCK, max(16, triton.next_power_of_2(self.tokens)))
+        self.block_n = 64 if self.block_m <= 64 else 32
+        self.mix_warps = 4 if self.block_m <= 64 else 8
+        # policies and bank: the accumulator (block_k, product_m) must stay in registers
+        self.product_m = min(self.block_m, max(16, 16384 // self.block_k))
+        self.block_p = 64
+        self.product_warps = 4 if self.product_m * self.block_k <= 4096 else 8
+
+    def parts(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Images, their pairs, and scratch for the pairs' logits, as many at a time as the scratch may hold."""
+        size = self.tokens * self.pitch
+        pairs = self.windows * self.heads
+        images = max(1, SCRATCH_BYTES // (pairs * size * self.dtype.itemsize))
+        scratch = torch.empty(min(images, self.batch) * pairs, size, device=self.device, dtype=self.dtype)
+        for first in range(0, self.batch, images):
+            last = min(first + images, self.batch)
+            yield slice(first, last), slice(first * pairs, last * pairs), scratch[: (last - first) * pairs]
+
+    def compose(self, policy: Tensor, bank: Tensor, logits: Tensor) -> None:
+        """Write the logits of all pairs."""
+        launch = self._product_launch(len(logits), 2048)
+        _logits_kernel[launch](
+            policy, bank, logits, *self._product_arguments(len(logits)), num_warps=self.product_warps
+        )
+
+    def differentiate(self, policy: Tensor, bank: Tensor, grad_logits: Tensor, grad_policy: Tensor) -> Tensor:
+        """Write the gradient of the policies from that of the logits; return the bank's, in float32."""
+        launch = self._product_launch(len(grad_logits), 512)
+        parts, splits = launch[1:]
+        by_part = grad_policy if parts == 1 else grad_policy.new_empty(parts, *grad_policy.shape, dtype=torch.float32)
+        by_pair = bank.new_empty(splits, self.tokens, self.entries, self.tokens, dtype=torch.float32)
+        _policy_and_bank_kernel[launch](
+            grad_logits, policy, bank, by_part, by_pair, *self._product_arguments(len(grad_logits)),
+            num_warps=self.product_warps,
+        )  # fmt: skip
+        if parts > 1:
+            grad_policy.copy_(by_part.sum(0))
+        if not self.relative:
+            return by_pair.sum(0).transpose(0, 1)
+        out = torch.empty_like(bank, dtype=torch.float32)
+        _displacements_kernel[self.entries, triton.cdiv(out.shape[1], 64)](
+            by_pair, out, self.entries, splits, *self.window[1:], 64, 64, num_warps=4
+        )
+        return out
+
+    def _product_launch(self, pairs: int, programs: int) -> tuple[int, int, int]:
+        """One program for each source, part of the destinations and share of the pairs; enough to fill a GPU."""
+        parts = triton.cdiv(self.tokens, self.product_m)
+        splits = min(triton.cdiv(pairs, self.block_p), triton.cdiv(programs, self.tokens * parts))
+        return self.tokens, parts, splits
+
+    def _product_arguments(self, pairs: int) -> tuple[object, ...]:
+        return (
+            pairs, *self.map, self.entries, *self.window, self.relative, self.pitch,
+            self.block_p, self.product_m, self.block_k,
+        )  # fmt: skip
