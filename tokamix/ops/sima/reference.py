@@ -61,8 +61,9 @@ def _channel_norm(x: Tensor, norm: str | None, eps: float) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     if norm is None:
         return torch.ones((1, 1), dtype=wide, device=x.device)
-    power = 1 if norm == "l1" else 2
-    return torch.linalg.vector_norm(x, power, dim=-2, keepdim=True, dtype=wide).clamp_min(eps)
+    if norm == "l1":  # several times faster than vector_norm on the CPU
+        return x.abs().sum(dim=-2, keepdim=True, dtype=wide).clamp_min(eps)
+    return torch.linalg.vector_norm(x, dim=-2, keepdim=True, dtype=wide).clamp_min(eps)
 
 
 def _widen(x: Tensor) -> Tensor:
