@@ -16,7 +16,7 @@ from timm.layers import DropPath, Mlp, calculate_drop_path_rates
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from tokamix.layers import DepthwiseConv, MapConv, channels_last, map_to_tokens, tokens_to_map
+from tokamix.layers import GELU, DepthwiseConv, MapConv, channels_last, map_to_tokens, tokens_to_map
 from tokamix.mixers.active_token import ActiveOffset, ActiveTokenMixer
 from tokamix.models._backbone import Pyramid, Stage, image_cfg
 
@@ -42,7 +42,7 @@ class ActiveBlock(nn.Module):
         self.norm1 = nn.LayerNorm(dim, **dd)
         self.mixer = ActiveTokenMixer(dim, share, contexts, offsets, predict=False, **dd)
         self.norm2 = nn.LayerNorm(dim, **dd)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), **dd)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=GELU, **dd)
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor, grid: tuple[int, int], offset: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -58,11 +58,11 @@ class PositionEncoder(nn.Module):
 
     def __init__(self, dim: int, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
-        self.conv = DepthwiseConv(dim, device=device, dtype=dtype)
+        self.conv = DepthwiseConv(dim, residual=True, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """Encode positions into tokens (B, H*W, C)."""
-        return x + self.conv(tokens_to_map(x, grid)).flatten(1, 2)
+        return self.conv(tokens_to_map(x, grid)).flatten(1, 2)
 
 
 class ActiveStage(Stage):

@@ -9,6 +9,9 @@ from torch import Tensor
 from tokamix.ops import dispatch
 from tokamix.ops.active_token import reference
 
+# what fits on chip: tokens of a line, and channels that share an offset
+MAX_LINE, MAX_SHARE = 1024, 64
+
 
 def active_gather(x: Tensor, offset: Tensor, dim: int, backend: str | None = None) -> Tensor:
     """Each channel of each token looks along one axis, as far away as its offset says.
@@ -82,11 +85,21 @@ def _check(x: Tensor, offset: Tensor, axes: int) -> None:
 
 
 def _limit(x: Tensor, offset: Tensor, axes: int) -> str | None:
-    return "no kernel yet"
+    """Why the kernels cannot take this call; None if they can."""
+    side, share = max(x.shape[1:3]), x.shape[3] * axes // offset.shape[3]
+    if side > MAX_LINE:
+        return f"a side of {side} tokens is over {MAX_LINE}"
+    if share > MAX_SHARE:
+        return f"{share} channels to an offset are over {MAX_SHARE}"
+    return None
 
 
 @torch.library.custom_op("tokamix::active_gather", mutates_args=())
 def _active_gather(x: Tensor, offset: Tensor, dims: Sequence[int]) -> list[Tensor]:
+    if dispatch.why_not(x, offset) is None and _limit(x, offset, len(dims)) is None:
+        from tokamix.ops.active_token import kernels
+
+        return kernels.forward(x, offset, dims)
     parts = zip(offset.chunk(len(dims), dim=-1), dims, strict=True)
     return [reference.active_gather(x, part, dim) for part, dim in parts]
 
@@ -100,6 +113,10 @@ def _(x: Tensor, offset: Tensor, dims: Sequence[int]) -> list[Tensor]:
 def _active_gather_backward(
     grads: Sequence[Tensor], x: Tensor, offset: Tensor, dims: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
+    if dispatch.why_not(x, offset) is None and _limit(x, offset, len(dims)) is None:
+        from tokamix.ops.active_token import kernels
+
+        return kernels.backward(grads, x, offset, dims)
     parts = zip(grads, offset.chunk(len(dims), dim=-1), dims, strict=True)
     grads_x, grads_offset = zip(*(reference.active_gather_backward(g, x, o, d) for g, o, d in parts), strict=True)
     return torch.stack(grads_x).sum(0), torch.cat(grads_offset, dim=-1)

@@ -1,0 +1,314 @@
+"""The active token gather in Triton, forward and backward, in any strides and without atomics.
+
+A sample and its target lie on one line of the map, a row or a column. A program owns whole lines of a few channels, and
+a tile is (tokens, groups, channels of a group): what channels share is computed once for all of them. The forward pass
+reads samples where they are, from the cache. The backward pass does not scatter: a token's gradient is the sum over
+the distances r at which tokens of its line look, and the program's own offsets say which r there are. All results are
+the same in every run.
+
+Bytes of the forward pass: x and offsets in, two maps out. Backward: for each direction x, offsets and a gradient in,
+the gradients of x and of the offsets out; the second direction reads the first one's gradient of x and adds to it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 4096  # numbers of a program
+
+
+@triton.jit
+def _tile(
+    i_line,
+    n,
+    lines,
+    G,
+    SHARE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Positions on the line, lines, groups and channels of a program's tile, which are there, and of which group."""
+    o_row = tl.arange(0, BLOCK_N * LINES)[:, None, None]
+    o_n = o_row % BLOCK_N
+    o_line = i_line * LINES + o_row // BLOCK_N
+    o_g = (tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G))[None, :, None]
+    o_s = tl.arange(0, BLOCK_S)[None, None, :]
+    m_group = (o_n < n) & (o_line < lines)
+    m_tile = m_group
+    if not EVEN:
+        m_group = m_group & (o_g < G)
+        m_tile = m_group & (o_s < SHARE)
+    return o_n, o_line, o_g, o_g * SHARE + o_s, m_group, m_tile
+
+
+@triton.jit
+def _look(b_offset, o_n, n):
+    """The token to the left of where a channel looks, and how far beyond it."""
+    b_at = o_n.to(tl.float32) + b_offset
+    b_at = tl.maximum(b_at, -2.0, propagate_nan=tl.PropagateNan.ALL)
+    b_at = tl.minimum(b_at, n * 1.0, propagate_nan=tl.PropagateNan.ALL)
+    b_left = tl.floor(b_at)
+    return b_left.to(tl.int32), b_at - b_left
+
+
+@triton.jit
+def _sample(p_x, o_line, o_c, b_pick, m_tile, n, stride_l, stride_n, stride_c):
+    """The tokens b_pick (rows, G, 1) of the lines and their right neighbours, zero outside."""
+    o_x = o_line * stride_l + b_pick * stride_n + o_c * stride_c
+    b_left = tl.load(p_x + o_x, mask=m_tile & (b_pick >= 0) & (b_pick < n), other=0.0)
+    b_right = tl.load(p_x + stride_n + o_x, mask=m_tile & (b_pick >= -1) & (b_pick < n - 1), other=0.0)
+    return b_left.to(tl.float32), b_right.to(tl.float32)
+
+
+@triton.jit
+def _repeat(b, TIMES: tl.constexpr):
+    """Repeat each entry of b (rows, G) TIMES times, a power of two -> (rows, G * TIMES); no data moves."""
+    G: tl.constexpr = b.shape[1]
+    for i in tl.static_range(6):  # up to MAX_SHARE
+        if 2**i < TIMES:
+            b = tl.reshape(tl.join(b, b), (b.shape[0], G * 2 ** (i + 1)))
+    return b
+
+
+# The strides of groups stay unspecialised: with a known 1 offsets would be read in vectors, in another layout than the
+# channels they belong to, and had to be exchanged between threads.
+
+
+@triton.jit(do_not_specialize=["stride_og"])
+def _forward_kernel(
+    p_x,  # (B, H, W, C)
+    p_offset,  # (B, H, W, directions * G)
+    p_width,  # (B, H, W, C), contiguous
+    p_height,  # (B, H, W, C), contiguous
+    H,
+    W,
+    C,
+    G,
+    stride_xb,
+    stride_xh,
+    stride_xw,
+    stride_xc,
+    stride_ob,
+    stride_oh,
+    stride_ow,
+    stride_og,
+    WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    SHARE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    # rows and columns of an image come one after the other, so that the columns find it in the cache
+    rows = tl.cdiv(H, LINES) if WIDTH else 0
+    columns = tl.cdiv(W, LINES) if HEIGHT else 0
+    i_b = (tl.program_id(0) // (rows + columns)).to(tl.int64)
+    i_line = tl.program_id(0) % (rows + columns)
+    if i_line < rows:
+        n, lines = W, H
+        stride_xn, stride_xl = stride_xw, stride_xh
+        stride_on, stride_ol = stride_ow, stride_oh
+        stride_n, stride_l = C, W * C
+        p_out = p_width
+    else:
+        i_line -= rows
+        n, lines = H, W
+        stride_xn, stride_xl = stride_xh, stride_xw
+        stride_on, stride_ol = stride_oh, stride_ow
+        stride_n, stride_l = W * C, C
+        p_out = p_height
+        if WIDTH:
+            p_offset += G * stride_og
+    o_n, o_line, o_g, o_c, m_group, m_tile = _tile(i_line, n, lines, G, SHARE, BLOCK_N, LINES, BLOCK_G, BLOCK_S, EVEN)
+    o_offset = o_line * stride_ol + o_n * stride_on + o_g * stride_og
+    b_offset = tl.load(p_offset + i_b * stride_ob + o_offset, mask=m_group, other=0.0).to(tl.float32)
+    b_pick, b_fraction = _look(b_offset, o_n, n)
+    b_left, b_right = _sample(p_x + i_b * stride_xb, o_line, o_c, b_pick, m_tile, n, stride_xl, stride_xn, stride_xc)
+    b_out = b_left + (b_right - b_left) * b_fraction
+    o_out = o_line * stride_l + o_n * stride_n + o_c
+    tl.store(p_out + i_b * H * W * C + o_out, b_out.to(p_out.dtype.element_ty), mask=m_tile)
+
+
+@triton.jit(do_not_specialize=["stride_og", "stride_gg"])
+def _backward_kernel(
+    p_grad,  # (B, H, W, C)
+    p_x,  # (B, H, W, C)
+    p_offset,  # (B, H, W, G), one direction's
+    p_grad_x,  # (B, H, W, C), contiguous
+    p_grad_offset,  # (B, H, W, G), one direction's
+    n,
+    lines,
+    G,
+    stride_db,
+    stride_dl,
+    stride_dn,
+    stride_dc,
+    stride_xb,
+    stride_xl,
+    stride_xn,
+    stride_xc,
+    stride_ob,
+    stride_ol,
+    stride_on,
+    stride_og,
+    stride_oc,
+    stride_b,
+    stride_l,
+    stride_n,
+    stride_gb,
+    stride_gl,
+    stride_gn,
+    stride_gg,
+    ADD: tl.constexpr,
+    SHARE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    blocks = tl.cdiv(lines, LINES)
+    i_b = (tl.program_id(0) // blocks).to(tl.int64)
+    i_line = tl.program_id(0) % blocks
+    p_offset += i_b * stride_ob
+    p_grad += i_b * stride_db
+
+    o_n, o_line, o_g, o_c, m_group, m_tile = _tile(i_line, n, lines, G, SHARE, BLOCK_N, LINES, BLOCK_G, BLOCK_S, EVEN)
+    o_offset = o_line * stride_ol + o_n * stride_on + o_g * stride_og
+    b_offset = tl.load(p_offset + o_offset, mask=m_group, other=0.0).to(tl.float32)
+    b_pick, _ = _look(b_offset, o_n, n)
+    b_left, b_right = _sample(p_x + i_b * stride_xb, o_line, o_c, b_pick, m_tile, n, stride_xl, stride_xn, stride_xc)
+    b_grad = tl.load(p_grad + o_line * stride_dl + o_n * stride_dn + o_c * stride_dc, mask=m_tile, other=0.0)
+    b_slope = tl.sum(b_grad.to(tl.float32) * (b_right - b_left), axis=2, keep_dims=True)
+    p_grad_offset += i_b * stride_gb + o_line * stride_gl + o_n * stride_gn + o_g * stride_gg
+    tl.store(p_grad_offset, b_slope.to(p_grad_offset.dtype.element_ty), mask=m_group)
+
+    # the token r to the left looks here if its offset is within one of r
+    m_seen = m_group & (b_pick >= -1) & (b_pick < n)
+    b_distance = b_pick - o_n
+    first = tl.min(tl.where(m_seen, b_distance, 1 << 30))
+    last = tl.max(tl.where(m_seen, b_distance, -(1 << 30))) + 1
+
+    # from here a tile is (tokens, channels): a thread holds 16 bytes of channels and the offsets that they share
+    VECTOR: tl.constexpr = 128 // p_grad.dtype.element_ty.primitive_bitwidth
+    TOGETHER: tl.constexpr = VECTOR // BLOCK_S if BLOCK_S < VECTOR else 1
+    o_row = tl.arange(0, BLOCK_N * LINES)
+    o_n = o_row % BLOCK_N
+    o_line = i_line * LINES + o_row // BLOCK_N
+    o_n = tl.where(o_line < lines, o_n, 1 << 30)
+    o_g = tl.max_contiguous(tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G), TOGETHER)
+    o_c = tl.arange(0, BLOCK_G * BLOCK_S)
+    m_c = o_c % BLOCK_S < SHARE
+    if BLOCK_S == SHARE:
+        o_c += tl.program_id(1) * BLOCK_G * SHARE
+    else:
+        o_c = (tl.program_id(1) * BLOCK_G + o_c // BLOCK_S) * SHARE + o_c % BLOCK_S
+    m_c = m_c & (o_c < G * SHARE)
+    o_offset = (o_line * stride_ol + o_row % BLOCK_N * stride_on)[:, None] + (o_g * stride_oc)[None, :]
+    o_grad = (o_line * stride_dl + o_row % BLOCK_N * stride_dn)[:, None] + (o_c * stride_dc)[None, :]
+    b_sum = tl.zeros((BLOCK_N * LINES, BLOCK_G * BLOCK_S), tl.float32)
+    for r in range(first, last + 1):
+        m_from = ((o_n - r >= 0) & (o_n - r < n))[:, None]
+        m_offset = m_from if EVEN else m_from & (o_g < G)[None, :]
+        m_grad = m_from if EVEN else m_from & m_c[None, :]
+        b_far = tl.load(p_offset - r * stride_on + o_offset, mask=m_offset, other=0.0)
+        b_from = tl.load(p_grad - r * stride_dn + o_grad, mask=m_grad, other=0.0)
+        b_weight = tl.maximum(1.0 - tl.abs(b_far.to(tl.float32) - r), 0.0)
+        b_sum += _repeat(b_weight, BLOCK_S) * b_from.to(tl.float32)
+    m_x = (o_n < n)[:, None] if EVEN else (o_n < n)[:, None] & m_c[None, :]
+    p_grad_x += i_b * stride_b + (o_line * stride_l + o_row % BLOCK_N * stride_n)[:, None] + o_c[None, :]
+    if ADD:
+        b_sum += tl.load(p_grad_x, mask=m_x, other=0.0).to(tl.float32)
+    tl.store(p_grad_x, b_sum.to(p_grad_x.dtype.element_ty), mask=m_x)
+
+
+def forward(x: Tensor, offset: Tensor, dims: Sequence[int]) -> list[Tensor]:
+    """What each channel of x (B, H, W, C) sees along each of `dims`; offset (B, H, W, len(dims) * G)."""
+    (batch, height, width, channels), groups = x.shape, offset.shape[3] // len(dims)
+    outputs = [torch.empty(x.shape, device=x.device, dtype=x.dtype) for _ in dims]
+    if x.numel() == 0:
+        return outputs
+    by_dim = dict(zip(dims, outputs, strict=True))
+    blocks = choose_blocks(max(height, width), groups, channels // groups)
+    programs = batch * sum(triton.cdiv({2: height, 1: width}[dim], blocks["LINES"]) for dim in dims)
+    _forward_kernel[(programs, triton.cdiv(groups, blocks["BLOCK_G"]))](
+        x,
+        offset,
+        by_dim.get(2),
+        by_dim.get(1),
+        height,
+        width,
+        channels,
+        groups,
+        *x.stride(),
+        *offset.stride(),
+        WIDTH=2 in dims,
+        HEIGHT=1 in dims,
+        **blocks,
+    )
+    return outputs
+
+
+def backward(grads: Sequence[Tensor], x: Tensor, offset: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The gradients of x and offset."""
+    (batch, height, width, channels), groups = x.shape, offset.shape[3] // len(dims)
+    grad_x = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    grad_offset = torch.empty(offset.shape, device=offset.device, dtype=offset.dtype)
+    if x.numel() == 0:
+        return grad_x, grad_offset
+    parts = zip(grads, dims, offset.chunk(len(dims), -1), grad_offset.chunk(len(dims), -1), strict=True)
+    for i, (grad, dim, part, grad_part) in enumerate(parts):
+        n, lines = (width, height) if dim == 2 else (height, width)
+        blocks = choose_blocks(n, groups, channels // groups)
+
+        def strides(t: Tensor, dim: int = dim) -> tuple[int, ...]:
+            """Of batch, lines, tokens of a line, channels."""
+            b, h, w, c = t.stride()
+            return (b, h, w, c) if dim == 2 else (b, w, h, c)
+
+        _backward_kernel[(batch * triton.cdiv(lines, blocks["LINES"]), triton.cdiv(groups, blocks["BLOCK_G"]))](
+            grad,
+            x,
+            part,
+            grad_x,
+            grad_part,
+            n,
+            lines,
+            groups,
+            *strides(grad),
+            *strides(x),
+            *strides(part),
+            part.stride(3),
+            *strides(grad_x)[:3],
+            *strides(grad_part),
+            ADD=i > 0,
+            **blocks,
+        )
+    return grad_x, grad_offset
+
+
+def choose_blocks(n: int, groups: int, share: int, tile: int = TILE, warps: int = 8) -> dict[str, Any]:
+    """Block sizes and warps for lines of n tokens: whole lines, about `tile` numbers, up to 64 channels."""
+    block_n, block_s = triton.next_power_of_2(n), triton.next_power_of_2(share)
+    block_g = min(triton.next_power_of_2(groups), max(64 // block_s, 1))
+    while block_g * block_s > 16 and block_n * block_g * block_s > tile:
+        block_g //= 2
+    lines = max(tile // (block_n * block_g * block_s), 1)
+    return {
+        "SHARE": share,
+        "BLOCK_N": block_n,
+        "LINES": lines,
+        "BLOCK_G": block_g,
+        "BLOCK_S": block_s,
+        "EVEN": groups % block_g == 0 and share == block_s,
+        "num_warps": warps,
+    }
