@@ -10,6 +10,8 @@ kernels is summed within each program and then over programs, in a fixed order.
 # mypy: disable-error-code="assignment, misc"
 # ruff: noqa: RUF005
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,19 @@ from torch import Tensor
 from tokamix.ops import dispatch
 
 INTERPRET = tl.constexpr(dispatch.INTERPRET)
-PROGRAMS = 132 * 12  # of the backward pass: enough to fill an H200, few enough to leave little to sum up
+
+
+class Plan(NamedTuple):
+    """How a map is cut up: rows and channels of a program, its warps, the columns it walks, programs going backward."""
+
+    rows: int
+    block_c: int
+    warps: int = 1
+    columns: int = 1 << 30
+    programs: int = 132 * 12  # enough to fill an H200, few enough to leave little to sum up
+
+
+FORWARD, BACKWARD = Plan(7, 128), Plan(4, 128)
 
 
 @triton.jit
@@ -242,35 +256,36 @@ def _sum_kernel(
         tl.store(p_bias + o_c, b_total.to(p_bias.dtype.element_ty), mask=o_c < C)
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, residual: bool, gelu: bool) -> Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, residual: bool, gelu: bool, plan: Plan = FORWARD) -> Tensor:
     """The convolution of x (B, H, W, C)."""
     batch, height, width, channels = x.shape
     y = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     if y.numel():
-        rows, block_c, warps, columns = 4, 64, 1, width
-        tiles = batch * triton.cdiv(height, rows) * triton.cdiv(width, columns)
-        _forward_kernel[(tiles, triton.cdiv(channels, block_c))](
+        columns = min(plan.columns, width)
+        tiles = batch * triton.cdiv(height, plan.rows) * triton.cdiv(width, columns)
+        _forward_kernel[(tiles, triton.cdiv(channels, plan.block_c))](
             x, weight.contiguous(), weight if bias is None else bias, y, height, width, channels, columns, *x.stride(),
-            HAS_BIAS=bias is not None, RESIDUAL=residual, GELU=gelu, EXACT=x.dtype == torch.float32, ROWS=rows,
-            BLOCK_C=block_c, num_warps=warps,
+            HAS_BIAS=bias is not None, RESIDUAL=residual, GELU=gelu, EXACT=x.dtype == torch.float32, ROWS=plan.rows,
+            BLOCK_C=plan.block_c, num_warps=plan.warps,
         )  # fmt: skip
     return y
 
 
-def backward(grad: Tensor, x: Tensor, weight: Tensor, residual: bool, gelu: bool) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    grad: Tensor, x: Tensor, weight: Tensor, residual: bool, gelu: bool, plan: Plan = BACKWARD
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, of the kernels and of the bias."""
     batch, height, width, channels = x.shape
+    columns, blocks = min(plan.columns, width), triton.cdiv(channels, plan.block_c)
+    tiles = batch * triton.cdiv(height, plan.rows) * triton.cdiv(width, columns) if x.numel() else 0
+    programs = min(tiles, triton.cdiv(plan.programs, blocks))
     grad_x = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-    rows, block_c, warps, columns = 4, 64, 1, width
-    tiles = batch * triton.cdiv(height, rows) * triton.cdiv(width, columns)
-    blocks = triton.cdiv(channels, block_c)
-    programs = min(tiles, triton.cdiv(PROGRAMS, blocks))
     sums = torch.empty(programs, 10, channels, device=x.device, dtype=torch.float32)
     if programs:
         _backward_kernel[(programs, blocks)](
             grad, x, weight.contiguous(), grad_x, sums, tiles, height, width, channels, columns, *grad.stride(),
-            *x.stride(), RESIDUAL=residual, GELU=gelu, EXACT=x.dtype == torch.float32, ROWS=rows, BLOCK_C=block_c,
-            num_warps=warps,
+            *x.stride(), RESIDUAL=residual, GELU=gelu, EXACT=x.dtype == torch.float32, ROWS=plan.rows,
+            BLOCK_C=plan.block_c, num_warps=plan.warps,
         )  # fmt: skip
     grad_weight = torch.empty(weight.shape, device=x.device, dtype=weight.dtype)
     grad_bias = torch.empty(channels, device=x.device, dtype=weight.dtype)

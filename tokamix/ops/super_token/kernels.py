@@ -6,6 +6,8 @@ The gradient of scattering is sampling's sum with a given association, the gradi
 same kernels serve both ways, without atomics.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -195,86 +197,100 @@ def _scatter_kernel(
         tl.store(p_out + o_p[:, None] * C + o_c[None, :], b_out.to(p_out.dtype.element_ty), mask=mask)
 
 
-def sample(x: Tensor, cell: Cell, n_iter: int) -> tuple[Tensor, Tensor, Tensor]:
+class Plan(NamedTuple):
+    """Tokens that a program holds at once, and its warps."""
+
+    block_p: int
+    warps: int
+
+
+def plan_for(channels: int, cell: Cell) -> Plan:
+    """All channels at once, and as many tokens of a cell as registers hold."""
+    block_c = triton.next_power_of_2(channels)
+    block_p = max(16, min(triton.next_power_of_2(cell[0] * cell[1]), 8192 // block_c))
+    return Plan(block_p, max(1, min(8, block_p * block_c // 1024)))
+
+
+def sample(x: Tensor, cell: Cell, n_iter: int, plan: Plan | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Super tokens, association and weight sums of x; see `reference.sample`."""
     (p, q), (batch, height, width, channels) = grid_of(x, cell), x.shape
     tokens = torch.empty(batch, p, q, channels, device=x.device, dtype=x.dtype)
     association = torch.empty(batch, height, width, 9, device=x.device, dtype=x.dtype)
     weight = torch.empty(batch, p, q, 1, device=x.device, dtype=torch.float32)
     estimate = torch.empty(batch, p, q, channels, device=x.device, dtype=torch.float32)
-    if not x.numel():
-        return tokens, association, weight
-    shape, blocks = (height, width, p, q, channels), _blocks(x, cell)
-    _mean_kernel[(batch * p * q,)](x, estimate, *shape, *x.stride(), *cell, **blocks)
+    if x.numel():
+        _mean_kernel[(batch * p * q,)](
+            x, estimate, height, width, p, q, channels, *x.stride(), *cell, **_blocks(channels, cell, plan)
+        )
     for i in range(n_iter):
-        parts, weights = _gather(x, association, cell, estimate)
-        _combine(parts, weights, estimate if i < n_iter - 1 else tokens, weight)
+        parts, weights = gather(x, association, cell, estimate, plan)
+        combine(parts, weights, estimate if i < n_iter - 1 else tokens, weight)
     return tokens, association, weight
 
 
-def sample_backward(grad: Tensor, association: Tensor, weight: Tensor, cell: Cell) -> Tensor:
+def sample_backward(grad: Tensor, association: Tensor, weight: Tensor, cell: Cell, plan: Plan | None = None) -> Tensor:
     """The gradient of `sample` with respect to x."""
-    return _scatter(grad, association, weight, cell)
+    return scatter(grad, association, cell, weight, plan)
 
 
-def scatter(tokens: Tensor, association: Tensor, cell: Cell) -> Tensor:
-    """Super tokens mapped back; see `reference.scatter`."""
-    return _scatter(tokens, association, None, cell)
-
-
-def scatter_backward(grad: Tensor, association: Tensor, cell: Cell) -> Tensor:
-    """The gradient of `scatter` with respect to the super tokens."""
-    tokens = torch.empty(grad.shape[0], *grid_of(grad, cell), grad.shape[3], device=grad.device, dtype=grad.dtype)
-    if grad.numel():
-        parts, _ = _gather(grad, association.contiguous(), cell, None)
-        _combine(parts, None, tokens, None)
-    return tokens
-
-
-def _gather(x: Tensor, association: Tensor, cell: Cell, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What each cell of x gives to the nine around it, and with how much weight."""
-    (p, q), (batch, height, width, channels) = grid_of(x, cell), x.shape
-    # nine sums of a cell's tokens; float16 could not hold them
-    dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    parts = torch.empty(batch, p, q, 9, channels, device=x.device, dtype=dtype)
-    weights = torch.empty(batch, p, q, 9, device=x.device, dtype=torch.float32)
-    _gather_kernel[(batch * p * q,)](
-        x, x if tokens is None else tokens, association, parts, weights, height, width, p, q, channels,
-        channels**-0.5, *x.stride(), tokens is not None, *cell, PRECISION=_precision(x), **_blocks(x, cell),
-    )  # fmt: skip
-    return parts, weights
-
-
-def _combine(parts: Tensor, weights: Tensor | None, tokens: Tensor, weight: Tensor | None) -> None:
-    """Add up the parts of each super token, and divide them by their weight if it is asked for."""
-    batch, p, q, channels = tokens.shape
-    block_c = triton.next_power_of_2(channels)
-    block_t = max(1, 512 // block_c)
-    mean = weights is not None and weight is not None
-    _combine_kernel[(triton.cdiv(batch * p * q, block_t),)](
-        parts, weights if mean else parts, tokens, weight if mean else tokens, p, q, channels, batch * p * q, EPS,
-        mean, block_t, block_c,
-    )  # fmt: skip
-
-
-def _scatter(tokens: Tensor, association: Tensor, weight: Tensor | None, cell: Cell) -> Tensor:
+def scatter(
+    tokens: Tensor, association: Tensor, cell: Cell, weight: Tensor | None = None, plan: Plan | None = None
+) -> Tensor:
+    """Super tokens, divided by their weight if there is one, mapped back; see `reference.scatter`."""
     tokens, association = tokens.contiguous(), association.contiguous()
     (batch, p, q, channels), (height, width) = tokens.shape, association.shape[1:3]
     out = torch.empty(batch, height, width, channels, device=tokens.device, dtype=tokens.dtype)
     if out.numel():
         _scatter_kernel[(batch * p * q,)](
             tokens, association, tokens if weight is None else weight, out, height, width, p, q, channels,
-            weight is not None, *cell, PRECISION=_precision(tokens), **_blocks(tokens, cell),
+            weight is not None, *cell, PRECISION=_precision(tokens), **_blocks(channels, cell, plan),
         )  # fmt: skip
     return out
+
+
+def scatter_backward(grad: Tensor, association: Tensor, cell: Cell, plan: Plan | None = None) -> Tensor:
+    """The gradient of `scatter` with respect to the super tokens."""
+    tokens = torch.empty(grad.shape[0], *grid_of(grad, cell), grad.shape[3], device=grad.device, dtype=grad.dtype)
+    parts, _ = gather(grad, association.contiguous(), cell, None, plan)
+    combine(parts, None, tokens, None)
+    return tokens
+
+
+def gather(
+    x: Tensor, association: Tensor, cell: Cell, tokens: Tensor | None, plan: Plan | None = None
+) -> tuple[Tensor, Tensor]:
+    """What each cell of x gives to the nine around it and with how much weight; `tokens` are associated with first."""
+    (p, q), (batch, height, width, channels) = grid_of(x, cell), x.shape
+    # sums of a cell's tokens, which float16 could not hold
+    dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+    parts = torch.empty(batch, p, q, 9, channels, device=x.device, dtype=dtype)
+    weights = torch.empty(batch, p, q, 9, device=x.device, dtype=torch.float32)
+    if x.numel():
+        _gather_kernel[(batch * p * q,)](
+            x, x if tokens is None else tokens, association, parts, weights, height, width, p, q, channels,
+            channels**-0.5, *x.stride(), tokens is not None, *cell, PRECISION=_precision(x),
+            **_blocks(channels, cell, plan),
+        )  # fmt: skip
+    return parts, weights
+
+
+def combine(parts: Tensor, weights: Tensor | None, tokens: Tensor, weight: Tensor | None) -> None:
+    """Add up the parts of each super token; with `weights`, add those up too and divide by them."""
+    batch, p, q, channels = tokens.shape
+    block_c = triton.next_power_of_2(channels)
+    block_t = max(1, 512 // block_c)
+    if tokens.numel():
+        _combine_kernel[(triton.cdiv(batch * p * q, block_t),)](
+            parts, parts if weights is None else weights, tokens, tokens if weight is None else weight, p, q, channels,
+            batch * p * q, EPS, weights is not None, block_t, block_c,
+        )  # fmt: skip
 
 
 def _precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def _blocks(x: Tensor, cell: Cell) -> dict[str, int]:
-    """Block sizes for cells of x: all channels at once, as many tokens as registers hold."""
-    block_c = max(16, triton.next_power_of_2(x.shape[3]))
-    block_p = max(16, min(triton.next_power_of_2(cell[0] * cell[1]), 8192 // block_c))
-    return {"BLOCK_P": block_p, "BLOCK_C": block_c, "num_warps": max(1, min(8, block_p * block_c // 1024))}
+def _blocks(channels: int, cell: Cell, plan: Plan | None) -> dict[str, int]:
+    plan = plan or plan_for(channels, cell)
+    block_c = max(16, triton.next_power_of_2(channels))
+    return {"BLOCK_P": plan.block_p, "BLOCK_C": block_c, "num_warps": plan.warps}
