@@ -116,5 +116,5 @@ def test_falls_back_with_a_reason() -> None:
     with pytest.raises(RuntimeError, match="activation 'l2' has no kernel, only softmax, identity, sigmoid have"):
         bank_mixing(*inputs, (2, 2), activation="l2", backend="triton")
     v, policy, bank = (x.to(DEVICE) for x in make((2, 2), (2, 2), dim=300, dtype=torch.float32))
-    with pytest.raises(RuntimeError, match="head dim 300 is over 256"):
+    with pytest.raises(RuntimeError, match="head dim 300 is over 128"):
         bank_mixing(v, policy, bank, (2, 2), backend="triton")

@@ -72,7 +72,7 @@ def _policy_offsets(
 
 
 @triton.jit
-def _logits_kernel(
+def _compose_kernel(
     p_policy,  # (B, H*W, K, HEADS)
     p_bank,  # (K, displacements) or (K, N, N)
     p_logits,  # (pairs, N, PITCH)
@@ -241,7 +241,7 @@ def _mix_backward_kernel(
 
 
 @triton.jit
-def _policy_and_bank_kernel(
+def _compose_backward_kernel(
     p_grad_logits,  # (pairs, N, PITCH)
     p_policy,  # (B, H*W, K, HEADS)
     p_bank,  # (K, displacements) or (K, N, N)
@@ -325,15 +325,11 @@ def forward(
 ) -> Tensor:
     """Mixed values (B, N, heads, d); under softmax the logarithms of its sums are written to sums (pairs, h*w)."""
     v, policy, bank = v.contiguous(), policy.contiguous(), bank.contiguous()  # as Linear layers leave them already
+    plan = Plan(v, bank, grid, window, shift, shift_mask, activation)
     out = torch.empty_like(v)
-    plan = _Plan(v, policy, bank, grid, window, shift, shift_mask)
     for images, pairs, logits in plan.parts():
         plan.compose(policy[images], bank, logits)
-        launch = (len(logits), triton.cdiv(plan.tokens, plan.block_m))
-        _mix_kernel[launch](
-            logits, v[images], out[images], sums[pairs], *plan.map, v.shape[3], *plan.window, plan.masked, activation,
-            plan.pitch, plan.block_n, plan.block_m, plan.block_d, num_warps=plan.mix_warps,
-        )  # fmt: skip
+        plan.mix(logits, v[images], out[images], sums[pairs])
     return out
 
 
@@ -352,48 +348,46 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of v, policy and bank."""
     grad, v, policy, bank = grad.contiguous(), v.contiguous(), policy.contiguous(), bank.contiguous()
-    plan = _Plan(v, policy, bank, grid, window, shift, shift_mask)
+    plan = Plan(v, bank, grid, window, shift, shift_mask, activation)
     grad_v, grad_policy, grad_bank = torch.empty_like(v), torch.empty_like(policy), None
     for images, pairs, logits in plan.parts():
         plan.compose(policy[images], bank, logits)
-        # all sources at once where they fit: then values and gradients are read once
-        launch = (len(logits), triton.cdiv(plan.tokens, plan.block_m))
-        _mix_backward_kernel[launch](
-            logits, v[images], out[images], sums[pairs], grad[images], grad_v[images], *plan.map, v.shape[3],
-            *plan.window, plan.masked, activation, plan.pitch, plan.block_m, plan.block_n, plan.block_d,
-            num_warps=plan.mix_warps,
-        )  # fmt: skip
-        part = plan.differentiate(policy[images], bank, logits, grad_policy[images])
+        plan.mix_backward(logits, v[images], out[images], sums[pairs], grad[images], grad_v[images])
+        part = plan.compose_backward(logits, policy[images], bank, grad_policy[images])
         grad_bank = part if grad_bank is None else grad_bank + part
     assert grad_bank is not None
     return grad_v, grad_policy, grad_bank.to(bank.dtype)
 
 
-class _Plan:
-    """Geometry and block sizes of one call."""
+class Plan:
+    """Geometry and block sizes of one call, and its launches; all tensors are contiguous."""
 
     def __init__(
-        self, v: Tensor, policy: Tensor, bank: Tensor, grid: Pair, window: Pair, shift: Pair, shift_mask: bool
+        self, v: Tensor, bank: Tensor, grid: Pair, window: Pair, shift: Pair, shift_mask: bool, activation: str
     ) -> None:
-        self.batch, self.heads, self.entries = v.shape[0], v.shape[2], bank.shape[0]
+        self.batch, self.heads, self.dim, self.entries = v.shape[0], v.shape[2], v.shape[3], bank.shape[0]
         self.tokens = window[0] * window[1]
         self.windows = grid[0] * grid[1] // self.tokens
         self.map = (self.windows, *grid, *shift)
         self.window = (self.heads, *window)
         self.relative = bank.ndim == 2
-        self.masked = shift_mask and shift != (0, 0)
+        self.activation = (shift_mask and shift != (0, 0), activation)
         self.pitch = triton.cdiv(self.tokens, VECTOR) * VECTOR
         self.dtype, self.device = v.dtype, v.device
 
-        self.block_d = max(16, triton.next_power_of_2(v.shape[3]))
+        self.block_d = max(16, triton.next_power_of_2(self.dim))
         self.block_k = max(16, triton.next_power_of_2(self.entries))
-        self.block_m = min(MAX_BLOCK, max(16, triton.next_power_of_2(self.tokens)))
-        self.block_n = 64 if self.block_m <= 64 else 32
-        self.mix_warps = 4 if self.block_m <= 64 else 8
-        # policies and bank: the accumulator (block_k, product_m) must stay in registers
-        self.product_m = min(self.block_m, max(16, 16384 // self.block_k))
-        self.block_p = 64
-        self.product_warps = 4 if self.product_m * self.block_k <= 4096 else 8
+        half = self.dtype.itemsize == 2  # float32 is multiplied without tensor cores, from half as many registers
+        most = min(MAX_BLOCK, 16384 // self.block_d) if half else 64
+        self.block_all = min(most, max(16, triton.next_power_of_2(self.tokens)))
+        small = self.block_all <= 64
+        self.mix_block, self.mix_warps = (64 if half and small else 32, 4 if small else 8)
+        self.mix_backward_block, self.mix_backward_warps = self.mix_block, self.mix_warps
+        # the accumulator (block_k, compose_m) must stay in registers
+        self.compose_m = min(self.block_all, (16384 if half else 4096) // self.block_k)
+        self.compose_p = self.compose_backward_p = 64 if half else 32
+        self.compose_warps = self.compose_backward_warps = 4 if half and self.compose_m * self.block_k <= 4096 else 8
+        self.compose_programs, self.compose_backward_programs = 2048, 512
 
     def parts(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """Images, their pairs, and scratch for the pairs' logits, as many at a time as the scratch may hold."""
@@ -407,39 +401,51 @@ class _Plan:
 
     def compose(self, policy: Tensor, bank: Tensor, logits: Tensor) -> None:
         """Write the logits of all pairs."""
-        launch = self._product_launch(len(logits), 2048)
-        _logits_kernel[launch](
-            policy, bank, logits, *self._product_arguments(len(logits)), num_warps=self.product_warps
+        launch = self._compose_launch(len(logits), self.compose_p, self.compose_programs)
+        _compose_kernel[launch](
+            policy, bank, logits, *self._compose_arguments(len(logits), self.compose_p), num_warps=self.compose_warps
         )
 
-    def differentiate(self, policy: Tensor, bank: Tensor, grad_logits: Tensor, grad_policy: Tensor) -> Tensor:
-        """Write the gradient of the policies from that of the logits; return the bank's, in float32."""
-        launch = self._product_launch(len(grad_logits), 512)
-        parts, splits = launch[1:]
+    def mix(self, logits: Tensor, v: Tensor, out: Tensor, sums: Tensor) -> None:
+        """Write the mixed values, and the logarithms of softmax's sums."""
+        _mix_kernel[len(logits), triton.cdiv(self.tokens, self.block_all)](
+            logits, v, out, sums, *self.map, self.dim, *self.window, *self.activation, self.pitch,
+            self.mix_block, self.block_all, self.block_d, num_warps=self.mix_warps,
+        )  # fmt: skip
+
+    def mix_backward(self, logits: Tensor, v: Tensor, out: Tensor, sums: Tensor, grad: Tensor, grad_v: Tensor) -> None:
+        """Write the gradient of the values, and replace the logits by theirs."""
+        _mix_backward_kernel[len(logits), triton.cdiv(self.tokens, self.block_all)](
+            logits, v, out, sums, grad, grad_v, *self.map, self.dim, *self.window, *self.activation, self.pitch,
+            self.block_all, self.mix_backward_block, self.block_d, num_warps=self.mix_backward_warps,
+        )  # fmt: skip
+
+    def compose_backward(self, grad_logits: Tensor, policy: Tensor, bank: Tensor, grad_policy: Tensor) -> Tensor:
+        """Write the gradient of the policies; return the bank's, in float32."""
+        launch = self._compose_launch(len(grad_logits), self.compose_backward_p, self.compose_backward_programs)
+        _, parts, splits = launch
         by_part = grad_policy if parts == 1 else grad_policy.new_empty(parts, *grad_policy.shape, dtype=torch.float32)
         by_pair = bank.new_empty(splits, self.tokens, self.entries, self.tokens, dtype=torch.float32)
-        _policy_and_bank_kernel[launch](
-            grad_logits, policy, bank, by_part, by_pair, *self._product_arguments(len(grad_logits)),
-            num_warps=self.product_warps,
+        _compose_backward_kernel[launch](
+            grad_logits, policy, bank, by_part, by_pair,
+            *self._compose_arguments(len(grad_logits), self.compose_backward_p), num_warps=self.compose_backward_warps,
         )  # fmt: skip
         if parts > 1:
             grad_policy.copy_(by_part.sum(0))
         if not self.relative:
             return by_pair.sum(0).transpose(0, 1)
-        out = torch.empty_like(bank, dtype=torch.float32)
-        _displacements_kernel[self.entries, triton.cdiv(out.shape[1], 64)](
-            by_pair, out, self.entries, splits, *self.window[1:], 64, 64, num_warps=4
+        table = torch.empty_like(bank, dtype=torch.float32)
+        _displacements_kernel[self.entries, triton.cdiv(table.shape[1], 64)](
+            by_pair, table, self.entries, splits, *self.window[1:], 32, 64, num_warps=4
         )
-        return out
+        return table
 
-    def _product_launch(self, pairs: int, programs: int) -> tuple[int, int, int]:
+    def _compose_launch(self, pairs: int, block: int, programs: int) -> tuple[int, int, int]:
         """One program for each source, part of the destinations and share of the pairs; enough to fill a GPU."""
-        parts = triton.cdiv(self.tokens, self.product_m)
-        splits = min(triton.cdiv(pairs, self.block_p), triton.cdiv(programs, self.tokens * parts))
-        return self.tokens, parts, splits
+        parts = triton.cdiv(self.tokens, self.compose_m)
+        return self.tokens, parts, min(triton.cdiv(pairs, block), triton.cdiv(programs, self.tokens * parts))
 
-    def _product_arguments(self, pairs: int) -> tuple[object, ...]:
+    def _compose_arguments(self, pairs: int, block: int) -> tuple[object, ...]:
         return (
-            pairs, *self.map, self.entries, *self.window, self.relative, self.pitch,
-            self.block_p, self.product_m, self.block_k,
+            pairs, *self.map, self.entries, *self.window, self.relative, self.pitch, block, self.compose_m, self.block_k
         )  # fmt: skip

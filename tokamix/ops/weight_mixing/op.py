@@ -15,7 +15,7 @@ __all__ = ["bank_mixing", "bank_mixing_weights", "resize_bank"]
 
 ACTIVATIONS = ("softmax", "identity", "l2", "sigmoid", "layernorm")
 KERNEL_ACTIVATIONS = ("softmax", "identity", "sigmoid")
-MAX_KERNEL_SIDE = 256
+MAX_KERNEL_SIDE = 128
 
 
 def bank_mixing(
