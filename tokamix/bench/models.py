@@ -1,5 +1,6 @@
 """Images per second and memory of whole models, ours and timm's side by side."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,6 +43,7 @@ def measure(
     backend: str | None = None,
     device: str = "cuda",
     seconds: float = 1.0,
+    before_timing: Callable[[], object] | None = None,
     **kwargs: Any,
 ) -> ModelRow:
     """Check, then time one model.
@@ -58,6 +60,7 @@ def measure(
         backend: force "eager" or "triton" for tokamix's operators.
         device: "cuda" or "cpu".
         seconds: how long to repeat.
+        before_timing: called between compilation and timing, to wait for a turn on the GPU.
         kwargs: passed to the model.
     """
     torch.manual_seed(0)
@@ -85,6 +88,9 @@ def measure(
 
     step = infer if mode == "infer" else train
     with use_backend(backend):
+        if before_timing is not None:
+            step()
+            before_timing()
         milliseconds = median_ms(step, device, seconds)
         peak = peak_gb(step) if device == "cuda" else float("nan")
     rate = batch / milliseconds * 1e3

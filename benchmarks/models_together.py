@@ -1,0 +1,75 @@
+"""The models suite, compiled side by side, then timed one at a time: python benchmarks/models_together.py FOLDER [REGEX].
+
+Compilation takes most of a run's time and little of the GPU: on one rented by the minute this is several times cheaper.
+Writes FOLDER/models.csv, as `tokamix bench --suite models` does.
+"""
+
+import contextlib
+import csv
+import os
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch.multiprocessing as mp
+
+PATIENCE = 200  # seconds after which those that have compiled are timed, whether or not the others have
+
+
+def work(label: str, barrier: mp.Barrier, turn: mp.Lock, rows: mp.Queue) -> None:
+    """Compile, wait for the others, time alone."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"
+    from tokamix.bench.suites import SUITES
+
+    waited = False
+
+    def meet() -> None:
+        nonlocal waited
+        waited = True
+        with contextlib.suppress(threading.BrokenBarrierError):
+            barrier.wait(PATIENCE)
+
+    def wait() -> None:
+        meet()
+        turn.acquire()
+
+    try:
+        rows.put((label, dict(SUITES["models"]("cuda"))[label](before_timing=wait).as_dict()))
+    except Exception as error:
+        rows.put((label, f"FAILED, {type(error).__name__}: {str(error)[:300]}"))
+        if not waited:
+            return meet()
+    turn.release()
+
+
+def main() -> None:
+    from tokamix.bench.suites import SUITES
+
+    folder, only = Path(sys.argv[1]), (sys.argv[2:] or [""])[0]
+    labels = [label for label, _ in SUITES["models"]("cuda") if re.search(only, label)]
+    context = mp.get_context("spawn")
+    barrier, turn, rows = context.Barrier(len(labels)), context.Lock(), context.Queue()
+    start = time.perf_counter()
+    workers = [context.Process(target=work, args=(label, barrier, turn, rows), daemon=True) for label in labels]
+    for worker in workers:
+        worker.start()
+    found = {}
+    while len(found) < len(labels) and any(w.is_alive() for w in workers):
+        try:
+            label, row = rows.get(timeout=5)
+        except Exception:  # nothing yet
+            continue
+        found[label] = row
+        print(f"{time.perf_counter() - start:5.0f} s  {label}: {row}", flush=True)
+        measured = [found[name] for name in labels if isinstance(found.get(name), dict)]
+        if measured:
+            with (folder / "models.csv").open("w", newline="") as file:
+                writer = csv.DictWriter(file, list(measured[0]))
+                writer.writeheader()
+                writer.writerows({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in m.items()} for m in measured)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Turn results/*.csv into docs/benchmarks.md and its plots: python benchmarks/report.py."""
+
+import csv
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).parent.parent
+RESULTS, DOCS = ROOT / "results", ROOT / "docs"
+
+# The authors' published code on the same GPU, images per second (docs/benchmarks.md says how it was run).
+AUTHORS = {
+    ("atmnet_tiny", "infer", 224): 5612,
+    ("stvit_small", "infer", 224): 6734,
+    ("amixer_tiny", "infer", 224): 8743,
+    ("xcit_small_12_p16_sima", "infer", 224): 6127,
+    ("atmnet_tiny", "train", 224): 826,
+    ("stvit_small", "train", 224): 889,
+    ("amixer_tiny", "train", 224): 1159,
+    ("xcit_small_12_p16_sima", "train", 224): 1722,
+    ("atmnet_tiny", "infer", 1024): 145,
+    ("stvit_small", "infer", 1024): 41,
+}
+AUTHORS_GB = {"atmnet_tiny": 12.2, "stvit_small": 11.6, "amixer_tiny": 13.8, "xcit_small_12_p16_sima": 9.1}
+COLORS = {
+    "softmax": "#444444",
+    "sima": "#d1495b",
+    "active_token": "#00798c",
+    "super_token": "#edae49",
+    "weight_mixing": "#66a182",
+    "context_broadcast": "#8d6a9f",
+}
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    with (RESULTS / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def models_table(mode: str, size: int) -> list[str]:
+    lines = ["| model | images / s | authors' code | times | peak memory (GB) |", "|---|---|---|---|---|"]
+    for row in rows("models"):
+        if (row["mode"], int(row["size"])) != (mode, size):
+            continue
+        rate, authors = float(row["images_per_second"]), AUTHORS.get((row["model"], mode, size))
+        memory = f"{float(row['peak_gb']):.1f}"
+        if mode == "train" and row["model"] in AUTHORS_GB:
+            memory += f" (authors {AUTHORS_GB[row['model']]})"
+        beside = f"{authors:,} | {rate / authors:.1f}x" if authors else " | "
+        lines.append(f"| `{row['model']}` | **{rate:,.0f}** | {beside} | {memory} |")
+    return lines
+
+
+def ops_table() -> list[str]:
+    lines = [
+        "| operator | case | tokens | backend | forward | in a graph | fewest bytes | with backward | peak (GB) |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows("ops"):
+        numbers = [f"{float(row[k]):.3f}" for k in ("forward_ms", "graph_ms", "limit_ms", "training_ms", "peak_gb")]
+        lines.append(
+            f"| {row['op']} | {row['case']} | {int(row['tokens']):,} | {row['backend']} | {' | '.join(numbers)} |"
+        )
+    return lines
+
+
+def scaling_plot() -> None:
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    limits: dict[int, float] = {}
+    for op in COLORS:
+        points = [r for r in rows("scaling") if r["op"] == op and r["backend"] in ("triton", "torch")]
+        tokens = [int(r["tokens"]) for r in points]
+        for axis, key in zip(axes, ("graph_ms", "peak_gb"), strict=True):
+            axis.plot(tokens, [float(r[key]) for r in points], "o-", color=COLORS[op], label=op.replace("_", " "), ms=4)
+        limits |= {int(r["tokens"]): float(r["limit_ms"]) for r in points if op == "sima"}
+    axes[0].plot(list(limits), list(limits.values()), "--", color="#999999", label="fewest bytes (SimA)")
+    for axis, title in zip(axes, ("forward, ms", "peak memory of forward + backward, GB"), strict=True):
+        axis.set(xscale="log", yscale="log", xlabel="tokens", title=title)
+        axis.grid(alpha=0.25, which="both", lw=0.5)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False, fontsize=9)
+    figure.suptitle("Cost against size: batch 4, 384 channels, bfloat16, one H200", fontsize=12)
+    figure.savefig(DOCS / "scaling.png", dpi=150)
+
+
+def models_plot() -> None:
+    measured = [r for r in rows("models") if int(r["size"]) == 224]
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for axis, mode, title in zip(axes, ("infer", "train"), ("inference", "training step"), strict=True):
+        picked = sorted((r for r in measured if r["mode"] == mode), key=lambda r: float(r["images_per_second"]))
+        names = [r["model"].removesuffix("_patch16_224").removesuffix("_patch4_window7_224") for r in picked]
+        rates = [float(r["images_per_second"]) for r in picked]
+        authors = [AUTHORS.get((r["model"], mode, 224)) for r in picked]
+        ours = [a is not None or "sima" in r["model"] for r, a in zip(picked, authors, strict=True)]
+        axis.barh(names, rates, color=["#00798c" if o else "#b8c4c8" for o in ours])
+        axis.plot(
+            [a for a in authors if a],
+            [n for n, a in zip(names, authors, strict=True) if a],
+            "D",
+            color="#d1495b",
+            ms=6,
+            label="authors' code",
+        )
+        axis.set_title(f"{title}, images per second")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, loc="lower right")
+    figure.suptitle("224 px, batch 128, bfloat16, torch.compile, one H200 (grey: timm)", fontsize=12)
+    figure.savefig(DOCS / "models.png", dpi=150)
+
+
+def main() -> None:
+    scaling_plot()
+    models_plot()
+    environment = (RESULTS / "environment.txt").read_text().strip()
+    page = (DOCS / "benchmarks.in.md").read_text()
+    for mark, lines in {
+        "INFER": models_table("infer", 224),
+        "TRAIN": models_table("train", 224),
+        "LARGE": models_table("infer", 1024),
+        "OPS": ops_table(),
+        "ENVIRONMENT": [environment],
+    }.items():
+        page = page.replace(f"<{mark}>", "\n".join(lines))
+    (DOCS / "benchmarks.md").write_text(page)
+
+
+if __name__ == "__main__":
+    main()
