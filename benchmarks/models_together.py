@@ -1,4 +1,4 @@
-"""The models suite, compiled side by side, then timed one at a time: python benchmarks/models_together.py FOLDER [REGEX].
+"""The models suite, compiled side by side, then timed in turn: python benchmarks/models_together.py FOLDER [REGEX].
 
 Compilation takes most of a run's time and little of the GPU: on one rented by the minute this is several times cheaper.
 Writes FOLDER/models.csv, as `tokamix bench --suite models` does.
