@@ -1,8 +1,11 @@
 """The SimA kernels against the reference, forward and every gradient, under Triton's interpreter or on a GPU."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.kernels import DEVICE, assert_kernel_close, needs_triton, relative_rmse
 from tokamix.mixers import SimASelfAttention
@@ -140,6 +143,27 @@ def test_compiles_without_graph_break() -> None:
     compiled = torch.compile(sima_self_attention, fullgraph=True, backend="aot_eager")
     with dispatch.use_backend("triton"):
         torch.testing.assert_close(compiled(packed), sima_self_attention(packed))
+
+
+def test_dispatch_modes_see_the_operator() -> None:
+    """Called plainly the kernels run without the dispatcher; whoever listens to it is not left out."""
+
+    class Seen(TorchDispatchMode):
+        names: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    packed = torch.randn(1, 5, 3, 1, 8, device=DEVICE, requires_grad=True)
+    plain = sima_self_attention(packed, backend="triton")
+    with Seen():
+        seen = sima_self_attention(packed, backend="triton")
+        grad = torch.autograd.grad(seen.square().sum(), packed)
+    assert "tokamix::sima_self_attention" in Seen.names
+    assert "tokamix::sima_self_attention_backward" in Seen.names
+    assert seen.equal(plain)
+    torch.testing.assert_close(torch.autograd.grad(plain.square().sum(), packed), grad)
 
 
 def test_limits() -> None:

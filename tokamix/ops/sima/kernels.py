@@ -403,10 +403,9 @@ def choose_plan(heads: int, tokens: int, dim: int, dtype: torch.dtype, device: t
         block_n, warps, stages = 32, 8, 1
     elif backward:
         block_n, warps, stages = 64, 4, 3
-    elif tokens <= 256:
-        block_n, warps, stages = max(16, triton.next_power_of_2(tokens)), 4, 1
-    else:
-        block_n, warps, stages = 128, 4, 1
+    else:  # where one block holds a head, q is read once; padding from 48 to 64 channels undoes that
+        most = 256 if dim == 64 and tokens <= 256 else 128
+        block_n, warps, stages = min(most, max(16, triton.next_power_of_2(tokens))), 4, 1
     if tokens <= 512 or heads >= 1.5 * _processors(device):
         return Plan(block_n, warps, stages)
     if not backward and block_n > 32:
