@@ -23,16 +23,28 @@ INTERPRET = tl.constexpr(dispatch.INTERPRET)
 
 
 class Plan(NamedTuple):
-    """How a map is cut up: rows and channels of a program, its warps, the columns it walks, programs going backward."""
+    """How a map is cut up: rows, channels and columns of a program, its warps, and how many programs go backward."""
 
     rows: int
     block_c: int
+    columns: int
     warps: int = 1
-    columns: int = 1 << 30
-    programs: int = 132 * 12  # enough to fill an H200, few enough to leave little to sum up
+    programs: int = 132 * 12  # what an H200 holds at once
 
 
-FORWARD, BACKWARD = Plan(7, 128), Plan(4, 128)
+def plan_forward(x: Tensor) -> Plan:
+    """Four rows; columns are split where few programs would be left."""
+    batch, height, width, channels = x.shape
+    rows, block_c, columns = 4, 64 if channels % 128 else 128, width
+    programs = batch * triton.cdiv(height, rows) * triton.cdiv(channels, block_c)
+    while columns > 8 and programs * triton.cdiv(width, columns) < 132 * 24:
+        columns = triton.cdiv(columns, 2)
+    return Plan(rows, block_c, columns)
+
+
+def plan_backward(x: Tensor) -> Plan:
+    """Tiles small enough that programs, which take several each, have about equally many."""
+    return Plan(4, 64, min(x.shape[2], 28))
 
 
 @triton.jit
@@ -56,11 +68,20 @@ def _phi(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _column(p_column, limits, stride_h, o_c, ROWS: tl.constexpr, GELU: tl.constexpr, EXACT: tl.constexpr):
-    """ROWS values of one column of a map, each (BLOCK_C,) float32, zero from each row's channel limit on."""
+def _load_column(p_column, limits, stride_h, o_c, ROWS: tl.constexpr):
+    """ROWS values of one column of a map, each (BLOCK_C,), zero from each row's channel limit on."""
     values = ()
     for r in tl.static_range(ROWS):
-        value = tl.load(p_column + r * stride_h, mask=o_c < limits[r], other=0.0).to(tl.float32)
+        values = values + (tl.load(p_column + r * stride_h, mask=o_c < limits[r], other=0.0),)
+    return values
+
+
+@triton.jit
+def _widen(column, ROWS: tl.constexpr, GELU: tl.constexpr, EXACT: tl.constexpr):
+    """A column in float32, through GELU if asked."""
+    values = ()
+    for r in tl.static_range(ROWS):
+        value = column[r].to(tl.float32)
         if GELU:
             value *= _phi(value, EXACT)
         values = values + (value,)
@@ -142,13 +163,17 @@ def _forward_kernel(
     p_out = p_y + ((i_b * H + row) * W + first) * C + o_c
 
     before = _row_limits(row - 1, H, tl.where(first > 0, C, 0), ROWS + 2)
-    x = _column(p_column - stride_w, before, stride_h, o_c, ROWS + 2, GELU, EXACT)
+    x = _widen(_load_column(p_column - stride_w, before, stride_h, o_c, ROWS + 2), ROWS + 2, GELU, EXACT)
     sums = _taps(biases, x, weights, 0, ROWS)
-    x = _column(p_column, limits, stride_h, o_c, ROWS + 2, GELU, EXACT)
+    x = _widen(_load_column(p_column, limits, stride_h, o_c, ROWS + 2), ROWS + 2, GELU, EXACT)
     sums, sums_right = _taps(sums, x, weights, 1, ROWS), _taps(biases, x, weights, 0, ROWS)
-    for _ in range(first + 1, tl.minimum(last + 1, W)):
-        p_column += stride_w
-        x = _column(p_column, limits, stride_h, o_c, ROWS + 2, GELU, EXACT)
+    # a column is under way while the one before is worked on; the last is fetched again rather than one outside
+    p_column += tl.where(first + 1 < W, stride_w, 0)
+    ahead = _load_column(p_column, limits, stride_h, o_c, ROWS + 2)
+    for step in range(tl.minimum(last + 1, W) - first - 1):
+        x = _widen(ahead, ROWS + 2, GELU, EXACT)
+        p_column += tl.where(first + step + 2 < W, stride_w, 0)
+        ahead = _load_column(p_column, limits, stride_h, o_c, ROWS + 2)
         _store_rows(p_out, _taps(sums, x, weights, 2, ROWS), limits, W * C, o_c, ROWS)
         p_out += C
         sums, sums_right = _taps(sums_right, x, weights, 1, ROWS), _taps(biases, x, weights, 0, ROWS)
@@ -200,15 +225,22 @@ def _backward_kernel(
         p_in = p_x + i_b * stride_b + row.to(tl.int64) * stride_h + first.to(tl.int64) * stride_w + o_c * stride_c
         p_out = p_grad_x + ((i_b * H + row) * W + first) * C + o_c
         before = _row_limits(row - 1, H, tl.where(first > 0, C, 0), ROWS + 2)
-        left = _column(p_column - stride_gw, before, stride_gh, o_c, ROWS + 2, False, EXACT)
-        here = _column(p_column, limits, stride_gh, o_c, ROWS + 2, False, EXACT)
+        left = _load_column(p_column - stride_gw, before, stride_gh, o_c, ROWS + 2)
+        here = _load_column(p_column, limits, stride_gh, o_c, ROWS + 2)
+        left, here = _widen(left, ROWS + 2, False, EXACT), _widen(here, ROWS + 2, False, EXACT)
+        # as above, columns are fetched while those before are worked on
+        after = _row_limits(row - 1, H, tl.where(first + 1 < W, C, 0), ROWS + 2)
+        ahead = _load_column(p_column + stride_gw, after, stride_gh, o_c, ROWS + 2)
+        p_column += 2 * stride_gw
+        inputs = _load_column(p_in, _row_limits(row, H, C, ROWS), stride_h, o_c, ROWS)
         for step in range(last - first):
-            p_column += stride_gw
-            after = _row_limits(row - 1, H, tl.where(first + step + 1 < W, C, 0), ROWS + 2)
-            right = _column(p_column, after, stride_gh, o_c, ROWS + 2, False, EXACT)
+            right, xs = _widen(ahead, ROWS + 2, False, EXACT), _widen(inputs, ROWS, False, EXACT)
+            after = _row_limits(row - 1, H, tl.where(first + step + 2 < W, C, 0), ROWS + 2)
+            ahead = _load_column(p_column, after, stride_gh, o_c, ROWS + 2)
+            p_in += tl.where(first + step + 1 < W, stride_w, 0)
+            inputs = _load_column(p_in, _row_limits(row, H, C, ROWS), stride_h, o_c, ROWS)
             for r in tl.static_range(ROWS):
-                m_in = o_c < limits[r + 1]
-                x = tl.load(p_in + r * stride_h, mask=m_in, other=0.0).to(tl.float32)
+                m_in, x = o_c < limits[r + 1], xs[r]
                 # the outputs that x had a part in, in the order of the weights it had there
                 around = (right[r + 2], here[r + 2], left[r + 2], right[r + 1], here[r + 1], left[r + 1])
                 around = around + (right[r], here[r], left[r])
@@ -225,7 +257,7 @@ def _backward_kernel(
                 sums = next_sums + (sums[9] + here[r + 1],)
                 tl.store(p_out + r * W * C, (grad * slope).to(p_grad_x.dtype.element_ty), mask=m_in)
             left, here = here, right
-            p_in += stride_w
+            p_column += stride_gw
             p_out += C
 
     p_own = p_sums + i_program.to(tl.int64) * 10 * C + o_c
@@ -256,15 +288,18 @@ def _sum_kernel(
         tl.store(p_bias + o_c, b_total.to(p_bias.dtype.element_ty), mask=o_c < C)
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, residual: bool, gelu: bool, plan: Plan = FORWARD) -> Tensor:
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: bool, gelu: bool, plan: Plan | None = None
+) -> Tensor:
     """The convolution of x (B, H, W, C)."""
     batch, height, width, channels = x.shape
     y = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     if y.numel():
-        columns = min(plan.columns, width)
-        tiles = batch * triton.cdiv(height, plan.rows) * triton.cdiv(width, columns)
+        plan = plan or plan_forward(x)
+        tiles = batch * triton.cdiv(height, plan.rows) * triton.cdiv(width, plan.columns)
         _forward_kernel[(tiles, triton.cdiv(channels, plan.block_c))](
-            x, weight.contiguous(), weight if bias is None else bias, y, height, width, channels, columns, *x.stride(),
+            x, weight.contiguous(), weight if bias is None else bias, y, height, width, channels, plan.columns,
+            *x.stride(),
             HAS_BIAS=bias is not None, RESIDUAL=residual, GELU=gelu, EXACT=x.dtype == torch.float32, ROWS=plan.rows,
             BLOCK_C=plan.block_c, num_warps=plan.warps,
         )  # fmt: skip
@@ -272,18 +307,19 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, residual: bool, gelu
 
 
 def backward(
-    grad: Tensor, x: Tensor, weight: Tensor, residual: bool, gelu: bool, plan: Plan = BACKWARD
+    grad: Tensor, x: Tensor, weight: Tensor, residual: bool, gelu: bool, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, of the kernels and of the bias."""
     batch, height, width, channels = x.shape
-    columns, blocks = min(plan.columns, width), triton.cdiv(channels, plan.block_c)
-    tiles = batch * triton.cdiv(height, plan.rows) * triton.cdiv(width, columns) if x.numel() else 0
+    plan = plan or plan_backward(x)
+    blocks = triton.cdiv(channels, plan.block_c)
+    tiles = batch * triton.cdiv(height, plan.rows) * triton.cdiv(width, plan.columns) if x.numel() else 0
     programs = min(tiles, triton.cdiv(plan.programs, blocks))
     grad_x = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     sums = torch.empty(programs, 10, channels, device=x.device, dtype=torch.float32)
     if programs:
         _backward_kernel[(programs, blocks)](
-            grad, x, weight.contiguous(), grad_x, sums, tiles, height, width, channels, columns, *grad.stride(),
+            grad, x, weight.contiguous(), grad_x, sums, tiles, height, width, channels, plan.columns, *grad.stride(),
             *x.stride(), RESIDUAL=residual, GELU=gelu, EXACT=x.dtype == torch.float32, ROWS=plan.rows,
             BLOCK_C=plan.block_c, num_warps=plan.warps,
         )  # fmt: skip
