@@ -30,6 +30,21 @@ class MapConv(nn.Conv2d):
         return channels_last(super().forward(channels_first(x)))
 
 
+class ImageConv(nn.Conv2d):
+    """A first convolution: images (B, C, H, W) in, channels_last memory out.
+
+    cuDNN multiplies half precision on tensor cores only where channels come in eights, so on a GPU zeros fill them up.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve images x."""
+        x, weight = x.contiguous(memory_format=torch.channels_last), self.weight
+        if x.is_cuda and autocast_dtype(x) in (torch.bfloat16, torch.float16) and not dispatch.is_exporting():
+            missing = (0, 0, 0, 0, 0, -self.in_channels % 8)
+            x, weight = F.pad(x, missing), F.pad(weight, missing)
+        return self._conv_forward(x, weight, self.bias)
+
+
 class DepthwiseConv(MapConv):
     """A depthwise convolution on maps (B, H, W, C); see `tokamix.ops.depthwise_conv` for `residual` and `gelu`."""
 

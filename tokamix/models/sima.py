@@ -21,7 +21,16 @@ from timm.layers import DropPath, Mlp, get_act_layer, trunc_normal_
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from tokamix.layers import GELU, DepthwiseConv, MapConv, channels_first, channels_last, map_to_tokens, tokens_to_map
+from tokamix.layers import (
+    GELU,
+    DepthwiseConv,
+    ImageConv,
+    MapConv,
+    channels_first,
+    channels_last,
+    map_to_tokens,
+    tokens_to_map,
+)
 from tokamix.mixers.sima import SimAClassAttention, SimASelfAttention
 from tokamix.models._backbone import Column, Indices, image_cfg
 
@@ -42,12 +51,13 @@ class ConvStem(nn.Sequential):
         widths = [in_chans] + [dim // 2**i for i in reversed(range(halvings))]
         layers: list[nn.Module] = []
         for before, after in pairwise(widths):
-            layers += [nn.Conv2d(before, after, 3, 2, 1, bias=False, **dd), nn.BatchNorm2d(after, **dd), act_layer()]
+            conv = nn.Conv2d if layers else ImageConv
+            layers += [conv(before, after, 3, 2, 1, bias=False, **dd), nn.BatchNorm2d(after, **dd), act_layer()]
         super().__init__(*layers[:-1])
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) -> map (B, h, w, dim)."""
-        return channels_last(super().forward(x.contiguous(memory_format=torch.channels_last)))
+        return channels_last(super().forward(x))
 
 
 class FourierPositions(nn.Module):
