@@ -1,10 +1,10 @@
 """The active token gather in Triton, forward and backward, in any strides and without atomics.
 
 A sample and its target lie on one line of the map, a row or a column. A program owns whole lines of a few channels, and
-a tile is (tokens, groups, channels of a group): what channels share is computed once for all of them. The forward pass
-reads samples where they are, from the cache. The backward pass does not scatter: a token's gradient is the sum over
-the distances r at which tokens of its line look, and the program's own offsets say which r there are. All results are
-the same in every run.
+a tile is (samples, channels that share an offset): lines, their tokens and the groups of channels are one axis, so that
+neighbouring threads hold neighbouring groups. The forward pass reads samples where they are, from the cache. The
+backward pass does not scatter: a token's gradient is the sum over the distances r at which tokens of its line look, and
+the program's own offsets say which r there are. All results are the same in every run.
 
 Bytes of the forward pass: x and offsets in, two maps out. Backward: for each direction x, offsets and a gradient in,
 the gradients of x and of the offsets out; the second direction reads the first one's gradient of x and adds to it.
@@ -34,12 +34,12 @@ def _tile(
     BLOCK_S: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Positions on the line, lines, groups and channels of a program's tile, which are there, and of which group."""
-    o_row = tl.arange(0, BLOCK_N * LINES)[:, None, None]
-    o_n = o_row % BLOCK_N
-    o_line = i_line * LINES + o_row // BLOCK_N
-    o_g = (tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G))[None, :, None]
-    o_s = tl.arange(0, BLOCK_S)[None, None, :]
+    """Of a program's samples: position on the line, line, group, channels; which groups and which channels exist."""
+    o_sample = tl.arange(0, BLOCK_N * LINES * BLOCK_G)[:, None]
+    o_g = tl.program_id(1) * BLOCK_G + o_sample % BLOCK_G
+    o_n = o_sample // BLOCK_G % BLOCK_N
+    o_line = i_line * LINES + o_sample // (BLOCK_G * BLOCK_N)
+    o_s = tl.arange(0, BLOCK_S)[None, :]
     m_group = (o_n < n) & (o_line < lines)
     m_tile = m_group
     if not EVEN:
@@ -60,7 +60,7 @@ def _look(b_offset, o_n, n):
 
 @triton.jit
 def _sample(p_x, o_line, o_c, b_pick, m_tile, n, stride_l, stride_n, stride_c):
-    """The tokens b_pick (rows, G, 1) of the lines and their right neighbours, zero outside."""
+    """The tokens b_pick (samples, 1) of the lines and their right neighbours, zero outside."""
     o_x = o_line * stride_l + b_pick * stride_n + o_c * stride_c
     b_left = tl.load(p_x + o_x, mask=m_tile & (b_pick >= 0) & (b_pick < n), other=0.0)
     b_right = tl.load(p_x + stride_n + o_x, mask=m_tile & (b_pick >= -1) & (b_pick < n - 1), other=0.0)
@@ -188,7 +188,7 @@ def _backward_kernel(
     b_pick, _ = _look(b_offset, o_n, n)
     b_left, b_right = _sample(p_x + i_b * stride_xb, o_line, o_c, b_pick, m_tile, n, stride_xl, stride_xn, stride_xc)
     b_grad = tl.load(p_grad + o_line * stride_dl + o_n * stride_dn + o_c * stride_dc, mask=m_tile, other=0.0)
-    b_slope = tl.sum(b_grad.to(tl.float32) * (b_right - b_left), axis=2, keep_dims=True)
+    b_slope = tl.sum(b_grad.to(tl.float32) * (b_right - b_left), axis=1, keep_dims=True)
     p_grad_offset += i_b * stride_gb + o_line * stride_gl + o_n * stride_gn + o_g * stride_gg
     tl.store(p_grad_offset, b_slope.to(p_grad_offset.dtype.element_ty), mask=m_group)
 
@@ -243,8 +243,8 @@ def forward(x: Tensor, offset: Tensor, dims: Sequence[int]) -> list[Tensor]:
     _forward_kernel[(programs, triton.cdiv(groups, blocks["BLOCK_G"]))](
         x,
         offset,
-        by_dim.get(2),
-        by_dim.get(1),
+        by_dim.get(2, outputs[0]),
+        by_dim.get(1, outputs[0]),
         height,
         width,
         channels,
