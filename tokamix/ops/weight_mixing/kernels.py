@@ -146,15 +146,17 @@ def _mix_kernel(
         o_n = start + tl.arange(0, BLOCK_N)
         src, side_src = _locate(i_w, o_n, height, width, shift_y, shift_x, WIN_W, WIN_H)
         valid = (o_n < N)[:, None] & (o_m < PITCH)[None, :]
-        b_w = tl.load(p_logits + (i_p * N + o_n[:, None]) * PITCH + o_m[None, :], mask=valid, other=0.0).to(tl.float32)
+        b_w = tl.load(p_logits + (i_p * N + o_n[:, None]) * PITCH + o_m[None, :], mask=valid, other=float("-inf"))
+        b_w = b_w.to(tl.float32)
         if MASKED:
             valid &= side_src[:, None] == side_dst[None, :]
         if ACTIVATION == "softmax":
-            b_w = tl.where(valid, b_w * LOG2_E, float("-inf"))
+            if MASKED:
+                b_w = tl.where(valid, b_w, float("-inf"))
             b_top = tl.maximum(b_max, tl.max(b_w, axis=0))
-            b_safe = tl.where(b_top == float("-inf"), 0.0, b_top)  # no source allowed yet
-            b_w = tl.exp2(b_w - b_safe[None, :])
-            b_scale = tl.exp2(b_max - b_safe)
+            b_safe = tl.where(b_top == float("-inf"), 0.0, b_top) * LOG2_E  # no source allowed yet
+            b_w = tl.exp2(b_w * LOG2_E - b_safe[None, :])
+            b_scale = tl.exp2(b_max * LOG2_E - b_safe)
             b_sum = b_sum * b_scale + tl.sum(b_w, axis=0)
             b_out *= b_scale[:, None]
             b_max = b_top
@@ -169,7 +171,7 @@ def _mix_kernel(
     if ACTIVATION == "softmax":
         b_sum = tl.where(m_m, b_sum, 1.0)
         b_out /= b_sum[:, None]
-        tl.store(p_lse + i_p * N + o_m, b_max + tl.log2(b_sum), mask=m_m)
+        tl.store(p_lse + i_p * N + o_m, b_max * LOG2_E + tl.log2(b_sum), mask=m_m)
     p = p_out + dst[:, None] * (HEADS * D) + o_d[None, :]
     tl.store(p, b_out.to(p_out.dtype.element_ty), mask=m_m[:, None] & m_d[None, :])
 
@@ -380,9 +382,14 @@ class Plan:
         half = self.dtype.itemsize == 2  # float32 is multiplied without tensor cores, from half as many registers
         most = min(MAX_BLOCK, 16384 // self.block_d) if half else 64
         self.block_all = min(most, max(16, triton.next_power_of_2(self.tokens)))
-        small = self.block_all <= 64
-        self.mix_block, self.mix_warps = (64 if half and small else 32, 4 if small else 8)
-        self.mix_backward_block, self.mix_backward_warps = self.mix_block, self.mix_warps
+        # all sources of a few destinations at once: softmax needs one pass and little exchange between warps; a small
+        # window fits a single warp, which exchanges nothing
+        small = half and self.block_all <= 64
+        self.mix_block = min(self.block_all, 64 if small else 32)
+        self.mix_warps = max(1, self.block_d // 32) if small else 4
+        self.mix_backward_rows = min(self.block_all, 128)
+        self.mix_backward_block = min(self.block_all, 64 if small else 32)
+        self.mix_backward_warps = 4 if self.mix_backward_rows <= 64 else 8
         # the accumulator (block_k, compose_m) must stay in registers
         self.compose_m = min(self.block_all, (16384 if half else 4096) // self.block_k)
         self.compose_p = self.compose_backward_p = 64 if half else 32
@@ -408,16 +415,16 @@ class Plan:
 
     def mix(self, logits: Tensor, v: Tensor, out: Tensor, sums: Tensor) -> None:
         """Write the mixed values, and the logarithms of softmax's sums."""
-        _mix_kernel[len(logits), triton.cdiv(self.tokens, self.block_all)](
+        _mix_kernel[len(logits), triton.cdiv(self.tokens, self.mix_block)](
             logits, v, out, sums, *self.map, self.dim, *self.window, *self.activation, self.pitch,
-            self.mix_block, self.block_all, self.block_d, num_warps=self.mix_warps,
+            self.block_all, self.mix_block, self.block_d, num_warps=self.mix_warps,
         )  # fmt: skip
 
     def mix_backward(self, logits: Tensor, v: Tensor, out: Tensor, sums: Tensor, grad: Tensor, grad_v: Tensor) -> None:
         """Write the gradient of the values, and replace the logits by theirs."""
-        _mix_backward_kernel[len(logits), triton.cdiv(self.tokens, self.block_all)](
+        _mix_backward_kernel[len(logits), triton.cdiv(self.tokens, self.mix_backward_rows)](
             logits, v, out, sums, grad, grad_v, *self.map, self.dim, *self.window, *self.activation, self.pitch,
-            self.block_all, self.mix_backward_block, self.block_d, num_warps=self.mix_backward_warps,
+            self.mix_backward_rows, self.mix_backward_block, self.block_d, num_warps=self.mix_backward_warps,
         )  # fmt: skip
 
     def compose_backward(self, grad_logits: Tensor, policy: Tensor, bank: Tensor, grad_policy: Tensor) -> Tensor:
