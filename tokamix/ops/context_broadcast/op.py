@@ -9,6 +9,7 @@ from tokamix.ops import dispatch
 from tokamix.ops.context_broadcast import reference
 
 KINDS = ("cb", "gate", "hybrid")
+MANY_TOKENS = 4096
 
 
 def broadcast_context(
@@ -41,13 +42,19 @@ def broadcast_context(
         raise ValueError(f"scale must have one value per channel, ({x.shape[-1]},), got {tuple(scale.shape)}")
     if kind == "gate":
         return reference.gate(x)
-    # torch.compile fuses the sum and the addition with the residual around them, which a kernel of ours cannot
-    limit = "torch.compile fuses it with its neighbours" if torch.compiler.is_compiling() else None
-    if dispatch.choose("broadcast_context", x, backend=backend, limit=limit) == "triton":
+    if dispatch.choose("broadcast_context", x, backend=backend, limit=_limit(x)) == "triton":
         broadcast = torch.ops.tokamix.broadcast_context(x, scale)
     else:
         broadcast = reference.broadcast_context(x, scale)
     return x * x[:, :1] + broadcast if kind == "hybrid" else broadcast
+
+
+def _limit(x: Tensor) -> str | None:
+    if torch.compiler.is_compiling():
+        return "torch.compile fuses it with its neighbours, which a kernel of ours cannot"
+    if x.shape[1] > MANY_TOKENS:
+        return f"one program sums all tokens of a channel block, and {x.shape[1]:,} are too many for one"
+    return None
 
 
 @torch.library.custom_op("tokamix::broadcast_context", mutates_args=())
