@@ -38,10 +38,11 @@ def models(
     if not names:
         console.print(f"no model matches {pattern!r}; `tokamix models` lists them all")
         raise typer.Exit(1)
-    table = Table("model", box=None, header_style="bold")
+    table = Table(box=None, header_style="bold")
+    table.add_column("model", no_wrap=True)
     for title in ("params (M)", "GMACs at 224", "top-1 printed"):
         table.add_column(title, justify="right")
-    table.add_column("paper")
+    table.add_column("paper", no_wrap=True, overflow="ellipsis")
     for name in track(names, "counting", console=console, transient=True):
         params, macs = sizes(name)
         cfg = timm.models.get_pretrained_cfg(name)
