@@ -3,7 +3,9 @@
 import pytest
 from typer.testing import CliRunner
 
+from tokamix.bench.suites import SUITES
 from tokamix.cli import app
+from tokamix.mixers import list_mixers
 
 
 def call(*args: str, code: int = 0) -> str:
@@ -30,3 +32,13 @@ def test_demo() -> None:
     out = call("demo", "--model", "xcit_nano_12_p16_sima")
     assert "features (1, 128, 14, 14)" in out
     assert "logits (1, 1000)" in out
+    compared = out.partition("many mixers")[2]
+    assert all(f" {mixer} " in compared for mixer in list_mixers())
+
+
+def test_bench(tmp_path) -> None:
+    out = call("bench", "--suite", "ops", "--device", "cpu", "--only", "sima eager.* 197", "--output", str(tmp_path))
+    assert "sima eager: B 128, 6 heads of 64, 197 tokens: forward_ms" in out
+    assert (tmp_path / "ops.csv").read_text().startswith("op,case,tokens,backend,forward_ms")
+    assert "there is no suite 'all'" in call("bench", "--suite", "all", code=1)
+    assert {f"columnar_small_{m} infer 224" for m in list_mixers()} == {label for label, _ in SUITES["mixers"]("cpu")}

@@ -2,15 +2,19 @@
 
 import platform
 import time
+from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+
+if TYPE_CHECKING:
+    import torch
 
 app = typer.Typer(
     help="Vision token mixers from five papers, inside timm.",
@@ -84,7 +88,7 @@ def info() -> None:
 
 @app.command()
 def demo(model: Annotated[str, typer.Option(help="which model to run")] = "stvit_small") -> None:
-    """List the models, then run one on a photo that ships with scikit-learn."""
+    """List the models, run one on a photo that ships with scikit-learn, and every mixer in the same small body."""
     models()
     if find_spec("sklearn") is None:
         console.print("the demo's photo comes with scikit-learn: pip install 'tokamix\\[demo]'")
@@ -110,11 +114,35 @@ def demo(model: Annotated[str, typer.Option(help="which model to run")] = "stvit
     console.print(
         f"  logits {tuple(logits.shape)} in {seconds * 1e3:.0f} ms; the weights are random, nothing was downloaded"
     )
+    _compare_mixers(image)
+
+
+def _compare_mixers(image: "torch.Tensor", body: str = "columnar_tiny") -> None:
+    """Every registered mixer in one body: what it costs on this image and this machine."""
+    import torch
+
+    import tokamix
+    from tokamix.bench.timing import median_ms
+    from tokamix.mixers import list_mixers
+
+    console.print(f"\nOne body ({body}), many mixers, on the same photo:")
+    table = Table(box=None, header_style="bold")
+    table.add_column("mixer", no_wrap=True)
+    for title in ("params (M)", "GMACs", "exp (1000s)", "ms, CPU"):
+        table.add_column(title, justify="right")
+    for mixer in track(list_mixers(), "running", console=console, transient=True):
+        network = tokamix.build(body, mixer).eval()
+        params = sum(p.numel() for p in network.parameters())
+        macs, exps = tokamix.count_macs(network), tokamix.count_exp(network).total()
+        with torch.inference_mode():
+            ms = median_ms(partial(network, image), "cpu", seconds=0.3)
+        table.add_row(mixer, f"{params / 1e6:.2f}", f"{macs / 1e9:.2f}", f"{exps / 1e3:,.0f}", f"{ms:.0f}")
+    console.print(table)
 
 
 @app.command()
 def bench(
-    suite: Annotated[str, typer.Option(help="ops, scaling, models, or h200 for all three")] = "ops",
+    suite: Annotated[str, typer.Option(help="ops, scaling, models, mixers, or h200 for all of them")] = "ops",
     output: Annotated[Path, typer.Option(help="folder for the CSV files")] = Path("results"),
     device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda where there is one")] = "",
     only: Annotated[str, typer.Option(help="regular expression on what is measured")] = "",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokamix.bench import models, ops
+from tokamix.mixers import list_mixers
 
 # the authors' released AMixer-T differs from their paper's table; it is the one their speed is known for
 AMIXER_RELEASED = {"depths": (2, 2, 10, 2), "num_heads": (3, 6, 12, 24), "bank_sizes": (4, 9, 18, 36)}
@@ -52,10 +53,17 @@ def _ops(cases: Callable[[], Iterator[ops.OpCase]], device: str) -> Iterator[Mea
             yield label, partial(ops.measure, case, backend, device)
 
 
+def _mixers(device: str) -> Iterator[Measurement]:
+    for mixer in list_mixers():
+        name = f"columnar_small_{mixer}"
+        yield f"{name} infer 224", partial(models.measure, name, device=device)
+
+
 SUITES: dict[str, Callable[[str], Iterator[Measurement]]] = {
     "ops": lambda device: _ops(ops.model_cases, device),
     "scaling": lambda device: _ops(ops.scaling_cases, device),
     "models": _models,
+    "mixers": _mixers,
 }
 
 
