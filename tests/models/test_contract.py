@@ -122,6 +122,8 @@ def test_cfg(name: str, model: nn.Module) -> None:
     parameters = dict(model.named_parameters())
     for layer in (cfg.first_conv, cfg.classifier):
         assert f"{layer}.weight" in parameters, layer
+    features = timm.create_model(name, device="meta").forward_features(torch.empty(1, 3, 224, 224, device="meta"))
+    assert cfg.pool_size == (tuple(features.shape[1:3]) if features.ndim == 4 else None)
     assert model.num_classes == CLASSES
     assert model.output_fmt in ("NHWC", "NLC")
 

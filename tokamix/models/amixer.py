@@ -447,9 +447,9 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
 
 default_cfgs = generate_default_cfgs(
     {
-        "amixer_tiny": _cfg(),
-        "amixer_small": _cfg(),
-        "amixer_base": _cfg(),
+        "amixer_tiny": _cfg(pool_size=(7, 7)),
+        "amixer_small": _cfg(pool_size=(7, 7)),
+        "amixer_base": _cfg(pool_size=(7, 7)),
         "amixer_deit_small": _cfg(notes=("top1=80.3",)),
     }
 )

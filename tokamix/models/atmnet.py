@@ -223,6 +223,7 @@ _AUTHORS_NAMES = {
 def _cfg(top1: float) -> dict[str, Any]:
     return image_cfg(
         first_conv="stem",
+        pool_size=(7, 7),
         paper_ids="arXiv:2203.06108",
         paper_name="Active Token Mixer",
         origin_url="https://github.com/microsoft/ActiveMLP",

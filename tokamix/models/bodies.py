@@ -306,7 +306,9 @@ def _register(mixer: str) -> None:
     entry = get_mixer(mixer)
     for body in BODIES:
         name = f"{body}_{mixer}"
-        cfg = image_cfg(first_conv="stem.proj", paper_ids=entry.paper_ids, paper_name=entry.paper_name)
+        pool_size = (7, 7) if body.startswith("pyramid") else None
+        paper = {"paper_ids": entry.paper_ids, "paper_name": entry.paper_name}
+        cfg = image_cfg(first_conv="stem.proj", pool_size=pool_size, **paper)
         default_cfgs.update(generate_default_cfgs({name: cfg}))
         globals()[name] = register_model(_entrypoint(name, body, mixer))
 

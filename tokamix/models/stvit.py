@@ -259,6 +259,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
 def _cfg(top1: float) -> dict[str, Any]:
     return image_cfg(
         first_conv="stem.0",
+        pool_size=(7, 7),
         paper_ids="arXiv:2211.11167",
         paper_name="Vision Transformer with Super Token Sampling",
         origin_url="https://github.com/hhb072/STViT",
