@@ -158,6 +158,10 @@ def test_classifier(name: str) -> None:
     unpooled = create(name, num_classes=0, global_pool="").eval()
     x = images()
     torch.testing.assert_close(unpooled(x), unpooled.forward_features(x))
+    unpooled.reset_classifier(4)
+    assert unpooled(x).shape == (2, 4)
+    with pytest.raises(ValueError, match="needs pooled features"):
+        unpooled.reset_classifier(4, "")
 
 
 def test_in_chans(name: str) -> None:

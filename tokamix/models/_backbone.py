@@ -108,6 +108,8 @@ class Backbone(nn.Module):
                 possible = ", ".join(map(repr, self.pools))
                 raise ValueError(f"{type(self).__name__} cannot pool by {global_pool!r}: choose one of {possible}")
             self.global_pool = global_pool
+        elif num_classes > 0 and not self.global_pool:
+            self.global_pool = self.pools[0]  # a new classifier brings the default pooling back
         if not self.global_pool and num_classes > 0:
             raise ValueError("a classifier needs pooled features: pass num_classes=0 together with global_pool=''")
         self.num_classes = num_classes
