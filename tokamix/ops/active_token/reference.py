@@ -77,7 +77,7 @@ def _plan(padded: Tensor, offsets: dict[int, Tensor]) -> tuple[Tensor, list[tupl
     }
     index = torch.arange(batch, device=device).view(-1, 1, 1, 1) * (padded.shape[1] * strides[1])
     index = index + (torch.arange(groups, device=device) + PAD * (strides[1] + strides[2]))
-    for dim in {1, 2} - offsets.keys():
+    for dim in [d for d in (1, 2) if d not in offsets]:
         index = index + own[dim] * strides[dim]
 
     steps = []
