@@ -85,7 +85,7 @@ def test_parameters_macs_and_official_names() -> None:
     assert sum(p.numel() for p in model.parameters()) == 5_908_696
     with FlopCounterMode(display=False) as counter:
         model(torch.empty(1, 3, 224, 224, device="meta"))
-    assert counter.get_total_flops() == 2 * 1_266_475_008  # the paper says 1.3 G
+    assert counter.get_total_flops() == 2 * 1_266_475_008
     official = {n: torch.empty(s, device="meta") for n, s in official_shapes(12, 1000).items()}
     loaded = checkpoint_filter_fn(official, model)
     assert {n: t.shape for n, t in loaded.items()} == {n: t.shape for n, t in model.state_dict().items()}

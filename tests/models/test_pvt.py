@@ -94,7 +94,7 @@ def create(**kwargs: object) -> PVT:
 
 @pytest.mark.parametrize(
     ("name", "parameters", "macs"),
-    [  # the paper says 1.9, 3.8, 6.7 and 9.8 G
+    [
         ("pvt_tiny", 13_229_288, 1_932_911_616),
         ("pvt_small", 24_485_864, 3_815_701_504),
         ("pvt_medium", 44_208_104, 6_659_175_424),
