@@ -233,12 +233,6 @@ class SoftmaxProduct(nn.Module):
         return f"scale={self.scale:.4g}"
 
 
-def pad_to_multiple(x: Tensor, multiple: tuple[int, int]) -> Tensor:
-    """Pad x (B, H, W, C) with zeros at the right and bottom to multiples of `multiple` (h, w)."""
-    pad_h, pad_w = -x.shape[1] % multiple[0], -x.shape[2] % multiple[1]
-    return F.pad(x, (0, 0, 0, pad_w, 0, pad_h))
-
-
 def map_to_tokens(x: Tensor) -> tuple[Tensor, tuple[int, int]]:
     """(B, H, W, C) -> tokens (B, H*W, C) and the grid (H, W)."""
     return x.flatten(1, 2), (x.shape[1], x.shape[2])
