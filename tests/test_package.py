@@ -16,7 +16,10 @@ from tokamix.registry import count_sizes, known_sizes, sizes
 
 PACKAGE = Path(tokamix.__file__).parent
 # floors from the ground up; a module may import its own floor and those below it
-FLOORS = ("ops", "layers", "mixers", "swap", "models", "count", "registry", "checkpoint", "bench", "cli")
+FLOORS = [
+    *("ops", "layers", "mixers", "swap", "models", "count", "registry", "checkpoint", "bench"),
+    *("recipes", "data", "evaluate", "train", "explain", "demo", "cli"),
+]
 
 
 def floor(module: str) -> int:

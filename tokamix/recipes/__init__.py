@@ -1,0 +1,352 @@
+"""Recipes: how a model is trained, as data.
+
+One YAML file is one row of a paper's table, or one of our own settings for small data; a user's file has the same form.
+`extends: name` takes the values of another recipe (of the library, or of a file beside it) and replaces what it states.
+"""
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import yaml
+from timm.optim import list_optimizers
+
+FOLDER = Path(__file__).parent
+AUGMENTS = ("3-augment", "3a", "augmix", "original", "rand", "v0")  # how a string of timm's auto augmentation starts
+
+
+class Range(NamedTuple):
+    """The numbers that a value may have, both ends included."""
+
+    low: float
+    high: float = math.inf
+
+    def __str__(self) -> str:
+        return f"of at least {self.low:g}" if math.isinf(self.high) else f"from {self.low:g} to {self.high:g}"
+
+
+Share = Annotated[float, Range(0, 1)]
+Positive = Annotated[float, Range(0)]
+Count = Annotated[int, Range(1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that decides how a model is trained, checked when it is made.
+
+    Attributes:
+        name: what the recipe is called.
+        source: the paper, its section and table row; or "ours".
+        data: what the row was trained on; a hint, since the data is given with the command.
+        top1: the accuracy in percent that the paper prints for this row, if it does.
+        task: what is learned.
+        model: a model's name; a command or call may name another.
+        model_kwargs: arguments of the model.
+        finetune: whether training starts from given weights.
+        image_size: side of the images in pixels.
+        crop_pct: share of the resized image's side that the centre crop keeps in evaluation; none: the model's own.
+        interpolation: how images are resized.
+        epochs: passes over the training set.
+        batch_size: images of one optimizer step, over all processes and accumulation steps.
+        accumulate: forward passes of one optimizer step.
+        optimizer: a name of timm's optimizers.
+        lr: the learning rate after warm-up.
+        lr_per: the batch size that `lr` is given for, scaled linearly to `batch_size`; none: `lr` is used as it is.
+        min_lr: where the cosine ends; never scaled.
+        warmup_epochs: epochs of linear warm-up, part of `epochs`.
+        warmup_lr: where the warm-up starts; never scaled.
+        schedule: what follows the warm-up.
+        betas: of Adam-like optimizers; none: the optimizer's own.
+        eps: of Adam-like optimizers; none: the optimizer's own.
+        momentum: of SGD-like optimizers.
+        weight_decay: not applied to norms, biases and what the model names.
+        clip_grad: largest norm of all gradients together; none: no clipping.
+        layer_decay: factor of the learning rate from each layer to the one below; none: the same for all.
+        drop_rate: dropout in front of the classifier.
+        drop_path: stochastic depth; none: the model's own.
+        drop_path_later: epoch -> stochastic depth from that epoch on.
+        eval_mode: train in evaluation mode: BatchNorm keeps its statistics, and nothing is dropped.
+        mixup: alpha of mixup; 0: off.
+        cutmix: alpha of CutMix; 0: off.
+        mixup_prob: probability that a batch is mixed at all.
+        mixup_switch_prob: probability of CutMix where both are on.
+        label_smoothing: share of the label that is spread over all classes.
+        augment: timm's auto augmentation, such as "rand-m9-mstd0.5-inc1"; "3-augment"; none: crops and flips alone.
+        color_jitter: strength of colour jitter; timm leaves it out where `augment` is a policy of colours itself.
+        hflip: probability of a horizontal flip.
+        crop_scale: area of a random crop, resized to the image's size; none: no such crop.
+        crop_padding: pixels of padding before a random crop of the image's own size, as CIFAR's crops; 0: no such crop.
+        random_erasing: probability that a rectangle becomes noise.
+        repeated_augmentation: copies of an image in a batch, each augmented in its own way; 1: off.
+        ema: decay of the moving average of the weights; none: off.
+        teacher: a model with its weights (a timm name, a checkpoint or an ONNX file) to distil from.
+        distillation: "hard" learns the teacher's choice, "soft" its distribution.
+        distill_alpha: the teacher's share of the loss.
+        distill_tau: temperature of soft distillation.
+        precision: of the forward and backward pass; the weights are float32.
+        compile: use torch.compile.
+        channels_last: the memory order of images.
+        grad_checkpointing: compute activations again in the backward pass, to save memory.
+        seed: of everything random.
+    """
+
+    name: str
+    source: str = "ours"
+    data: str | None = None
+    top1: Annotated[float, Range(0, 100)] | None = None
+    task: Literal["classify"] = "classify"
+
+    model: str | None = None
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+    finetune: bool = False
+    image_size: Count = 224
+    crop_pct: Share | None = None
+    interpolation: Literal["nearest", "bilinear", "bicubic"] = "bicubic"
+
+    epochs: Count = 50
+    batch_size: Count = 128
+    accumulate: Count = 1
+
+    optimizer: str = "adamw"
+    lr: Positive = 1e-3
+    lr_per: Count | None = None
+    min_lr: Positive = 1e-5
+    warmup_epochs: Positive = 5.0
+    warmup_lr: Positive = 1e-6
+    schedule: Literal["cosine", "constant"] = "cosine"
+    betas: tuple[Share, Share] | None = None
+    eps: Positive | None = None
+    momentum: Share = 0.9
+    weight_decay: Positive = 0.05
+    clip_grad: Positive | None = None
+    layer_decay: Share | None = None
+
+    drop_rate: Share = 0.0
+    drop_path: Share | None = None
+    drop_path_later: dict[int, Share] = field(default_factory=dict)
+    eval_mode: bool = False
+
+    mixup: Positive = 0.0
+    cutmix: Positive = 0.0
+    mixup_prob: Share = 1.0
+    mixup_switch_prob: Share = 0.5
+    label_smoothing: Share = 0.1
+    augment: str | None = None
+    color_jitter: Positive | None = None
+    hflip: Share = 0.5
+    crop_scale: tuple[Share, Share] | None = (0.08, 1.0)
+    crop_padding: Annotated[int, Range(0)] = 0
+    random_erasing: Share = 0.0
+    repeated_augmentation: Count = 1
+
+    ema: Share | None = None
+    teacher: str | None = None
+    distillation: Literal["none", "hard", "soft"] = "none"
+    distill_alpha: Share = 0.5
+    distill_tau: Positive = 1.0
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    compile: bool = False
+    channels_last: bool = False
+    grad_checkpointing: bool = False
+    seed: Annotated[int, Range(0)] = 0
+
+    def __post_init__(self) -> None:
+        for key, hint in _hints().items():
+            value = getattr(self, key)
+            try:
+                object.__setattr__(self, key, _fit(value, hint))
+            except (TypeError, ValueError):
+                raise ValueError(f"recipe {self.name}: {key} is {value!r}, but must be {_words(hint)}") from None
+        if problem := self._contradiction():
+            raise ValueError(f"recipe {self.name}: {problem}")
+
+    def _contradiction(self) -> str | None:
+        """What cannot be, although each value is possible by itself."""
+        if self.batch_size % self.accumulate:
+            return f"batch_size {self.batch_size} cannot be divided by accumulate {self.accumulate}"
+        if self.optimizer not in list_optimizers():
+            near = _nearest(self.optimizer, list_optimizers())
+            return f"timm has no optimizer {self.optimizer!r}{near or '; timm.optim.list_optimizers() has them all'}"
+        if self.warmup_epochs >= self.epochs:
+            return f"a warm-up of {self.warmup_epochs:g} epochs leaves nothing of {self.epochs} epochs"
+        if self.schedule == "cosine" and self.min_lr > self.peak_lr:
+            return f"min_lr {self.min_lr:g} is above the learning rate {self.peak_lr:g} at batch {self.batch_size}"
+        if wrong := [epoch for epoch in self.drop_path_later if not 0 < epoch < self.epochs]:
+            return f"drop_path_later changes at epoch {wrong[0]}, but the epochs are 0 to {self.epochs - 1}"
+        if 1.0 in (self.drop_path, self.drop_rate, *self.drop_path_later.values()):
+            return "a drop rate of 1 leaves nothing; use one below 1"
+        if self.crop_scale and not 0 < self.crop_scale[0] <= self.crop_scale[1]:
+            return f"crop_scale {list(self.crop_scale)} must be two rising numbers above 0"
+        if self.crop_scale and self.crop_padding:
+            return "crop_scale and crop_padding are two kinds of crop; set one of them to none or 0"
+        if self.augment is not None and not self.augment.startswith(AUGMENTS):
+            return f"augment is {self.augment!r}, but must be none or start with one of {', '.join(AUGMENTS)}"
+        if self.repeated_augmentation > self.batch_size:
+            return f"{self.repeated_augmentation} copies of an image do not fit into a batch of {self.batch_size}"
+        if self.distillation != "none" and self.teacher is None:
+            return f"{self.distillation} distillation needs a teacher: a timm model, a checkpoint or an ONNX file"
+        if self.teacher is not None and self.distillation == "none":
+            return f"the teacher {self.teacher} is not used; set distillation to hard or soft, or teacher to none"
+        return None
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate after warm-up, at this batch size."""
+        return self.lr * self.batch_size / self.lr_per if self.lr_per else self.lr
+
+    def micro_batch(self, processes: int = 1) -> int:
+        """Images of one forward pass in each of so many processes."""
+        size, rest = divmod(self.batch_size, processes * self.accumulate)
+        if rest or not size:
+            raise ValueError(
+                f"recipe {self.name}: batch_size {self.batch_size} cannot be divided by {processes} processes times"
+                f" accumulate {self.accumulate}; set batch_size to a multiple of {processes * self.accumulate}"
+            )
+        return size
+
+    def to_dict(self) -> dict[str, Any]:
+        """All values, as plain lists and dicts."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+    def to_yaml(self) -> str:
+        """All values, as a file that `load_recipe` reads."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, width=1000)
+
+
+def list_recipes() -> list[str]:
+    """Names of the library's recipes."""
+    return sorted(path.stem for path in FOLDER.glob("[!_]*.yaml"))
+
+
+def load_recipe(name_or_path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Recipe:
+    """A recipe of the library by its name, or a YAML file; single values may be replaced.
+
+    Args:
+        name_or_path: a name of `list_recipes()`, or a path that ends in .yaml or .yml.
+        overrides: strings such as "lr=1e-3" or "model_kwargs.depth=6", or a mapping of the same keys.
+    """
+    path = _find(str(name_or_path))
+    values = {"name": path.stem, **_read(path, ())}
+    if not isinstance(overrides, Mapping):
+        overrides = dict(_parse(text) for text in overrides)
+    for key, value in overrides.items():
+        key, _, inner = key.partition(".")
+        values[key] = {**(values.get(key) or {}), inner: value} if inner else value
+    return make_recipe(values)
+
+
+def make_recipe(values: Mapping[str, Any]) -> Recipe:
+    """A recipe from its values; a key that does not exist is answered with the nearest one that does."""
+    for key in values:
+        if key not in _hints():
+            near = _nearest(str(key), list(_hints())) or f"; the keys are {', '.join(_hints())}"
+            raise ValueError(f"recipe {values.get('name', '')}: there is no key {key!r}{near}")
+    return Recipe(**values)
+
+
+def _find(name: str, beside: Path | None = None) -> Path:
+    if name.endswith((".yaml", ".yml")):
+        path = (beside or Path()) / name
+        if not path.is_file():
+            raise ValueError(f"there is no recipe file {path}; name one of the library's or give the path of a file")
+        return path
+    for folder in filter(None, (beside, FOLDER)):
+        if (path := folder / f"{name}.yaml").is_file():
+            return path
+    near = _nearest(name, list_recipes()) or "; `tokamix recipes` lists them, a file's name ends in .yaml"
+    raise ValueError(f"there is no recipe {name!r}{near}")
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    """The values of a file, over those of the recipe it extends."""
+    if path.resolve() in seen:
+        raise ValueError(f"{path.name} extends itself, by way of {' and '.join(p.stem for p in seen)}")
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds a {type(values).__name__}, but a recipe is lines of `key: value`")
+    base = values.pop("extends", None)
+    if base is None:
+        return values
+    inherited = _read(_find(str(base), path.parent), (*seen, path.resolve()))
+    # a recipe that extends another one is not that row of the paper
+    kept = {key: value for key, value in inherited.items() if key not in ("name", "top1")}
+    return kept | values
+
+
+def _parse(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise ValueError(f"{text!r} sets nothing: write key=value, such as lr=1e-3")
+    return key.strip(), yaml.safe_load(value)
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+@cache
+def _hints() -> dict[str, Any]:
+    hints = get_type_hints(Recipe, include_extras=True)
+    return {f.name: hints[f.name] for f in fields(Recipe)}
+
+
+def _fit(value: Any, hint: Any) -> Any:
+    """The value as the type says, or TypeError or ValueError. YAML 1.1 reads 1e-3 as a string, so strings may count."""
+    origin, args = get_origin(hint), get_args(hint)
+    if NoneType in args:
+        if value is None or value == "none":
+            return None
+        return _fit(value, next(arg for arg in args if arg is not NoneType))
+    if origin is Annotated:
+        number = _fit(value, args[0])
+        if not args[1].low <= number <= args[1].high:
+            raise ValueError
+        return number
+    if origin is Literal:
+        value = "none" if value is None and "none" in args else value
+        if value not in args:
+            raise ValueError
+        return value
+    if origin is tuple:
+        return tuple(_fit(item, arg) for item, arg in zip(value, args, strict=True))
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise TypeError
+        return {_fit(key, args[0]): _fit(item, args[1]) for key, item in value.items()}
+    if hint is Any:
+        return value
+    if hint in (int, float) and not isinstance(value, bool):
+        number = float(value)
+        if not math.isfinite(number) or (hint is int and number != int(number)):
+            raise ValueError
+        return hint(number)
+    if not isinstance(value, hint):
+        raise TypeError
+    return value
+
+
+def _words(hint: Any) -> str:
+    """A type in words, for errors."""
+    origin, args = get_origin(hint), get_args(hint)
+    if NoneType in args:
+        return f"{_words(next(arg for arg in args if arg is not NoneType))}, or none"
+    if origin is Annotated:
+        return f"{_words(args[0])} {args[1]}"
+    if origin is Literal:
+        return f"one of {', '.join(args)}" if len(args) > 1 else repr(args[0])
+    if origin is tuple:
+        return f"a list of {len(args)} values, each {_words(args[0])}"
+    if origin is dict:
+        return f"a mapping of {_words(args[0])} to {_words(args[1])}"
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+    return names.get(hint, "a value")
