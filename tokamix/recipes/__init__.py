@@ -6,6 +6,7 @@ One YAML file is one row of a paper's table, or one of our own settings for smal
 
 import difflib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
@@ -46,7 +47,7 @@ class Recipe:
         top1: the accuracy in percent that the paper prints for this row, if it does.
         task: what is learned.
         model: a model's name; a command or call may name another.
-        model_kwargs: arguments of the model.
+        model_kwargs: arguments of that model; `{}` for another one that does not take them.
         finetune: whether training starts from given weights.
         image_size: side of the images in pixels.
         crop_pct: share of the resized image's side that the centre crop keeps in evaluation; none: the model's own.
@@ -232,7 +233,7 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] | Mapping[str
         overrides: strings such as "lr=1e-3" or "model_kwargs.depth=6", or a mapping of the same keys.
     """
     path = _find(str(name_or_path))
-    values = {"name": path.stem, **_read(path, ())}
+    values = {"name": path.stem} | _read(path, ())
     if not isinstance(overrides, Mapping):
         overrides = dict(_parse(text) for text in overrides)
     for key, value in overrides.items():
@@ -248,6 +249,22 @@ def make_recipe(values: Mapping[str, Any]) -> Recipe:
             near = _nearest(str(key), list(_hints())) or f"; the keys are {', '.join(_hints())}"
             raise ValueError(f"recipe {values.get('name', '')}: there is no key {key!r}{near}")
     return Recipe(**values)
+
+
+class Loader(yaml.SafeLoader):
+    """YAML in which 1e-3 is a number, as everybody but YAML 1.1 expects, and in which no key may stand twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """A mapping, of keys that differ."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if twice := {str(key) for key in keys if keys.count(key) > 1}:
+            raise yaml.YAMLError(f"the key {', '.join(sorted(twice))} stands there twice")
+        return super().construct_mapping(node, deep)
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
 
 
 def _find(name: str, beside: Path | None = None) -> Path:
@@ -268,25 +285,27 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if path.resolve() in seen:
         raise ValueError(f"{path.name} extends itself, by way of {' and '.join(p.stem for p in seen)}")
     try:
-        values = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+        values = yaml.load(path.read_text(), Loader) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no recipe in YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}, but a recipe is lines of `key: value`")
     base = values.pop("extends", None)
     if base is None:
         return values
     inherited = _read(_find(str(base), path.parent), (*seen, path.resolve()))
-    # a recipe that extends another one is not that row of the paper
-    kept = {key: value for key, value in inherited.items() if key not in ("name", "top1")}
-    return kept | values
+    # what extends a row of a paper is not that row any more
+    return inherited | {"name": path.stem, "source": f"after {base}", "top1": None} | values
 
 
 def _parse(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not (key and equals):
         raise ValueError(f"{text!r} sets nothing: write key=value, such as lr=1e-3")
-    return key.strip(), yaml.safe_load(value)
+    try:
+        return key.strip(), yaml.load(value, Loader)
+    except yaml.YAMLError:
+        raise ValueError(f"{text!r} sets no value that YAML can read") from None
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
@@ -301,7 +320,7 @@ def _hints() -> dict[str, Any]:
 
 
 def _fit(value: Any, hint: Any) -> Any:
-    """The value as the type says, or TypeError or ValueError. YAML 1.1 reads 1e-3 as a string, so strings may count."""
+    """The value as the type says, or TypeError or ValueError."""
     origin, args = get_origin(hint), get_args(hint)
     if NoneType in args:
         if value is None or value == "none":
@@ -325,11 +344,10 @@ def _fit(value: Any, hint: Any) -> Any:
         return {_fit(key, args[0]): _fit(item, args[1]) for key, item in value.items()}
     if hint is Any:
         return value
-    if hint in (int, float) and not isinstance(value, bool):
-        number = float(value)
-        if not math.isfinite(number) or (hint is int and number != int(number)):
+    if hint in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value) or value != hint(value):
             raise ValueError
-        return hint(number)
+        return hint(value)
     if not isinstance(value, hint):
         raise TypeError
     return value
