@@ -151,24 +151,36 @@ def test_models_build(name: str) -> None:
         ("epochs=true", "epochs is True, but must be a whole number"),
         ("lr=.nan", "lr is nan, but must be a number of at least 0"),
         ("lr=-1e-3", r"lr is -0\.001, but must be a number of at least 0"),
-        ("mixup_prob=2", "mixup_prob is 2, but must be a number from 0 to 1"),
+        ("mixup_prob=2", "mixup_prob is 2, but must be a number of at least 0 and of at most 1"),
+        ("crop_pct=0", "crop_pct is 0, but must be a number above 0 and of at most 1, or none"),
+        ("lr=1" + "0" * 400, "lr is 10*, but must be a number of at least 0"),
+        ("epochs.x=1", "epochs is 30, which has no 'x' to set"),
         ("compile=3", "compile is 3, but must be true or false"),
         ("model=3", "model is 3, but must be a string, or none"),
         ("precision=fp8", "precision is 'fp8', but must be one of fp32, bf16, fp16"),
         ("task=paint", "task is 'paint', but must be 'classify'"),
-        ("betas=[0.9]", r"betas is \[0\.9\], but must be a list of 2 values, each a number from 0 to 1, or none"),
+        (
+            "betas=[0.9]",
+            r"betas is \[0\.9\], but must be a list of 2 values, each a number of at least 0 and below 1, or none",
+        ),
         ("betas=0.9", r"betas is 0\.9, but must be a list of 2 values"),
         ("model_kwargs=3", "model_kwargs is 3, but must be a mapping of a string to a value"),
-        ("drop_path_later={1: 7}", "drop_path_later is .*, but must be a mapping of a whole number to a number from 0"),
-        ("drop_path_later={99: 0.1}", "drop_path_later changes at epoch 99, but the epochs are 0 to 29"),
-        ("drop_path=1", "a drop rate of 1 leaves nothing"),
+        (
+            "drop_path_later={1: 7}",
+            "drop_path_later is .*, but must be a mapping of a whole number to a number of at least 0",
+        ),
+        (
+            "drop_path_later={99: 0.1}",
+            "drop_path_later names epoch 99, but the epochs are 0 to 29; set it to {} for no change",
+        ),
+        ("drop_path=1", "drop_path is 1, but must be a number of at least 0 and below 1, or none"),
         ("accumulate=3", "batch_size 64 cannot be divided by accumulate 3"),
-        ("warmup_epochs=30", "a warm-up of 30 epochs leaves nothing of 30 epochs"),
+        ("warmup_epochs=30", "warmup_epochs 30 leaves nothing of epochs 30; set it lower"),
         ("min_lr=1", r"min_lr 1 is above the learning rate 0\.002 at batch 64"),
         ("optimizer=admw", "timm has no optimizer 'admw'; did you mean adamw?"),
         ("optimizer=zzzzzz", r"timm has no optimizer 'zzzzzz'; timm.optim.list_optimizers\(\) has them all"),
         ("augment=much", "augment is 'much', but must be none or start with one of 3-augment"),
-        ("crop_scale=[0.9, 0.1]", "crop_scale .* must be two rising numbers above 0"),
+        ("crop_scale=[0.9, 0.1]", "crop_scale is .*, but must be two rising numbers above 0"),
         ("crop_scale=[0.1, 0.9]", "crop_scale and crop_padding are two kinds of crop"),
         ("repeated_augmentation=65", "65 copies of an image do not fit into a batch of 64"),
         ("distillation=hard", "hard distillation needs a teacher"),
@@ -195,6 +207,7 @@ def test_good_values() -> None:
     assert load_recipe("digits", ["model_kwargs.eps=1e-6"]).model_kwargs["eps"] == 1e-6
     assert load_recipe("digits", ["distillation=soft", "teacher=resnet18"]).teacher == "resnet18"
     assert load_recipe("digits").distillation == "none"
+    assert load_recipe("digits", ["drop_path_later.20=0.2"]).drop_path_later == {20: 0.2}
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.lr = 1.0  # type: ignore[misc]
     with pytest.raises(ValueError, match="recipe digits: epochs is -1"):
@@ -223,8 +236,9 @@ def test_files_of_ones_own(tmp_path: Path) -> None:
     assert (mine.name, mine.epochs, mine.model, mine.augment) == ("mine", 7, "stvit_small", "rand-m9-mstd0.5-inc1")
     assert (mine.top1, mine.source) == (None, "after stvit_small")  # not the paper's row any more
     assert (yours.name, yours.epochs, yours.lr, yours.model_kwargs) == ("yours", 7, 1e-2, {"a": 1})
-    write(tmp_path, digits="extends: mine.yaml\n", empty="")
-    assert load_recipe(tmp_path / "digits.yaml").epochs == 7
+    write(tmp_path, ours="extends: mine.yaml\n", digits="extends: digits\nlr: 1\n", empty="")
+    assert load_recipe(tmp_path / "ours.yaml").epochs == 7
+    assert load_recipe(tmp_path / "digits.yaml").model_kwargs == load_recipe("digits").model_kwargs
     assert load_recipe(tmp_path / "empty.yaml") == Recipe(name="empty")
 
 
@@ -232,7 +246,8 @@ def test_files_of_ones_own(tmp_path: Path) -> None:
     ("files", "message"),
     [
         ({"a": "extends: b", "b": "extends: a"}, "extends itself, by way of a and b"),
-        ({"a": "extends: a"}, "extends itself, by way of a"),
+        ({"a": "extends: a.yaml"}, "extends itself, by way of a"),
+        ({"a": "extends: a"}, "there is no recipe 'a'"),
         ({"a": "extends: digit"}, "there is no recipe 'digit'; did you mean digits?"),
         ({"a": "extends: gone.yaml"}, r"there is no recipe file .*gone\.yaml"),
         ({"a": "- lr"}, "holds a list, but a recipe is lines of `key: value`"),

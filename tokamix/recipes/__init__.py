@@ -22,17 +22,25 @@ AUGMENTS = ("3-augment", "3a", "augmix", "original", "rand", "v0")  # how a stri
 
 
 class Range(NamedTuple):
-    """The numbers that a value may have, both ends included."""
+    """The numbers that a value may have: those from low to high, without an end that is called open."""
 
     low: float
     high: float = math.inf
+    open: str = ""
+
+    def __contains__(self, number: object) -> bool:
+        return self.low <= number <= self.high and (not self.open or number != getattr(self, self.open))  # type: ignore[operator]
 
     def __str__(self) -> str:
-        return f"of at least {self.low:g}" if math.isinf(self.high) else f"from {self.low:g} to {self.high:g}"
+        low = f"above {self.low:g}" if self.open == "low" else f"of at least {self.low:g}"
+        high = f"below {self.high:g}" if self.open == "high" else f"of at most {self.high:g}"
+        return low if math.isinf(self.high) else f"{low} and {high}"
 
 
 Share = Annotated[float, Range(0, 1)]
-Positive = Annotated[float, Range(0)]
+Rate = Annotated[float, Range(0, 1, open="high")]
+NotNegative = Annotated[float, Range(0)]
+Positive = Annotated[float, Range(0, open="low")]
 Count = Annotated[int, Range(1)]
 
 
@@ -106,7 +114,7 @@ class Recipe:
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     finetune: bool = False
     image_size: Count = 224
-    crop_pct: Share | None = None
+    crop_pct: Annotated[float, Range(0, 1, open="low")] | None = None
     interpolation: Literal["nearest", "bilinear", "bicubic"] = "bicubic"
 
     epochs: Count = 50
@@ -114,38 +122,38 @@ class Recipe:
     accumulate: Count = 1
 
     optimizer: str = "adamw"
-    lr: Positive = 1e-3
+    lr: NotNegative = 1e-3
     lr_per: Count | None = None
-    min_lr: Positive = 1e-5
-    warmup_epochs: Positive = 5.0
-    warmup_lr: Positive = 1e-6
+    min_lr: NotNegative = 1e-5
+    warmup_epochs: NotNegative = 5.0
+    warmup_lr: NotNegative = 1e-6
     schedule: Literal["cosine", "constant"] = "cosine"
-    betas: tuple[Share, Share] | None = None
-    eps: Positive | None = None
-    momentum: Share = 0.9
-    weight_decay: Positive = 0.05
+    betas: tuple[Rate, Rate] | None = None
+    eps: NotNegative | None = None
+    momentum: Rate = 0.9
+    weight_decay: NotNegative = 0.05
     clip_grad: Positive | None = None
-    layer_decay: Share | None = None
+    layer_decay: Annotated[float, Range(0, 1, open="low")] | None = None
 
-    drop_rate: Share = 0.0
-    drop_path: Share | None = None
-    drop_path_later: dict[int, Share] = field(default_factory=dict)
+    drop_rate: Rate = 0.0
+    drop_path: Rate | None = None
+    drop_path_later: dict[int, Rate] = field(default_factory=dict)
     eval_mode: bool = False
 
-    mixup: Positive = 0.0
-    cutmix: Positive = 0.0
+    mixup: NotNegative = 0.0
+    cutmix: NotNegative = 0.0
     mixup_prob: Share = 1.0
     mixup_switch_prob: Share = 0.5
     label_smoothing: Share = 0.1
     augment: str | None = None
-    color_jitter: Positive | None = None
+    color_jitter: NotNegative | None = None
     hflip: Share = 0.5
     crop_scale: tuple[Share, Share] | None = (0.08, 1.0)
     crop_padding: Annotated[int, Range(0)] = 0
     random_erasing: Share = 0.0
     repeated_augmentation: Count = 1
 
-    ema: Share | None = None
+    ema: Rate | None = None
     teacher: str | None = None
     distillation: Literal["none", "hard", "soft"] = "none"
     distill_alpha: Share = 0.5
@@ -162,7 +170,7 @@ class Recipe:
             value = getattr(self, key)
             try:
                 object.__setattr__(self, key, _fit(value, hint))
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 raise ValueError(f"recipe {self.name}: {key} is {value!r}, but must be {_words(hint)}") from None
         if problem := self._contradiction():
             raise ValueError(f"recipe {self.name}: {problem}")
@@ -175,15 +183,16 @@ class Recipe:
             near = _nearest(self.optimizer, list_optimizers())
             return f"timm has no optimizer {self.optimizer!r}{near or '; timm.optim.list_optimizers() has them all'}"
         if self.warmup_epochs >= self.epochs:
-            return f"a warm-up of {self.warmup_epochs:g} epochs leaves nothing of {self.epochs} epochs"
+            return f"warmup_epochs {self.warmup_epochs:g} leaves nothing of epochs {self.epochs}; set it lower"
         if self.schedule == "cosine" and self.min_lr > self.peak_lr:
             return f"min_lr {self.min_lr:g} is above the learning rate {self.peak_lr:g} at batch {self.batch_size}"
         if wrong := [epoch for epoch in self.drop_path_later if not 0 < epoch < self.epochs]:
-            return f"drop_path_later changes at epoch {wrong[0]}, but the epochs are 0 to {self.epochs - 1}"
-        if 1.0 in (self.drop_path, self.drop_rate, *self.drop_path_later.values()):
-            return "a drop rate of 1 leaves nothing; use one below 1"
+            last = self.epochs - 1
+            return (
+                f"drop_path_later names epoch {wrong[0]}, but the epochs are 0 to {last}; set it to {{}} for no change"
+            )
         if self.crop_scale and not 0 < self.crop_scale[0] <= self.crop_scale[1]:
-            return f"crop_scale {list(self.crop_scale)} must be two rising numbers above 0"
+            return f"crop_scale is {list(self.crop_scale)}, but must be two rising numbers above 0"
         if self.crop_scale and self.crop_padding:
             return "crop_scale and crop_padding are two kinds of crop; set one of them to none or 0"
         if self.augment is not None and not self.augment.startswith(AUGMENTS):
@@ -237,8 +246,12 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] | Mapping[str
     if not isinstance(overrides, Mapping):
         overrides = dict(_parse(text) for text in overrides)
     for key, value in overrides.items():
-        key, _, inner = key.partition(".")
-        values[key] = {**(values.get(key) or {}), inner: value} if inner else value
+        key, dot, inner = key.partition(".")
+        if dot:
+            if not isinstance(mapping := values.get(key, {}), dict):
+                raise ValueError(f"recipe {values['name']}: {key} is {mapping!r}, which has no {inner!r} to set")
+            value = {**mapping, yaml.load(inner, Loader): value}  # 260 is a number there, too
+        values[key] = value
     return make_recipe(values)
 
 
@@ -267,14 +280,15 @@ Loader.add_implicit_resolver(
 )
 
 
-def _find(name: str, beside: Path | None = None) -> Path:
+def _find(name: str, user: Path | None = None) -> Path:
+    """The file of that name or path, beside the one that uses it or in the library."""
     if name.endswith((".yaml", ".yml")):
-        path = (beside or Path()) / name
+        path = user.parent / name if user else Path(name)
         if not path.is_file():
-            raise ValueError(f"there is no recipe file {path}; name one of the library's or give the path of a file")
+            raise ValueError(f"there is no recipe file {path}; give the path of a file, or a name without .yaml")
         return path
-    for folder in filter(None, (beside, FOLDER)):
-        if (path := folder / f"{name}.yaml").is_file():
+    for folder in [user.parent, FOLDER] if user else [FOLDER]:
+        if (path := folder / f"{name}.yaml").is_file() and path != user:
             return path
     near = _nearest(name, list_recipes()) or "; `tokamix recipes` lists them, a file's name ends in .yaml"
     raise ValueError(f"there is no recipe {name!r}{near}")
@@ -293,7 +307,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     base = values.pop("extends", None)
     if base is None:
         return values
-    inherited = _read(_find(str(base), path.parent), (*seen, path.resolve()))
+    inherited = _read(_find(str(base), path), (*seen, path.resolve()))
     # what extends a row of a paper is not that row any more
     return inherited | {"name": path.stem, "source": f"after {base}", "top1": None} | values
 
@@ -328,7 +342,7 @@ def _fit(value: Any, hint: Any) -> Any:
         return _fit(value, next(arg for arg in args if arg is not NoneType))
     if origin is Annotated:
         number = _fit(value, args[0])
-        if not args[1].low <= number <= args[1].high:
+        if number not in args[1]:
             raise ValueError
         return number
     if origin is Literal:
