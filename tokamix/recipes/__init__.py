@@ -38,6 +38,7 @@ class Range(NamedTuple):
 
 
 Share = Annotated[float, Range(0, 1)]
+Part = Annotated[float, Range(0, 1, open="low")]
 Rate = Annotated[float, Range(0, 1, open="high")]
 NotNegative = Annotated[float, Range(0)]
 Positive = Annotated[float, Range(0, open="low")]
@@ -114,7 +115,7 @@ class Recipe:
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     finetune: bool = False
     image_size: Count = 224
-    crop_pct: Annotated[float, Range(0, 1, open="low")] | None = None
+    crop_pct: Part | None = None
     interpolation: Literal["nearest", "bilinear", "bicubic"] = "bicubic"
 
     epochs: Count = 50
@@ -133,7 +134,7 @@ class Recipe:
     momentum: Rate = 0.9
     weight_decay: NotNegative = 0.05
     clip_grad: Positive | None = None
-    layer_decay: Annotated[float, Range(0, 1, open="low")] | None = None
+    layer_decay: Part | None = None
 
     drop_rate: Rate = 0.0
     drop_path: Rate | None = None
@@ -187,10 +188,7 @@ class Recipe:
         if self.schedule == "cosine" and self.min_lr > self.peak_lr:
             return f"min_lr {self.min_lr:g} is above the learning rate {self.peak_lr:g} at batch {self.batch_size}"
         if wrong := [epoch for epoch in self.drop_path_later if not 0 < epoch < self.epochs]:
-            last = self.epochs - 1
-            return (
-                f"drop_path_later names epoch {wrong[0]}, but the epochs are 0 to {last}; set it to {{}} for no change"
-            )
+            return f"drop_path_later names epoch {wrong[0]} of {self.epochs}; set it to {{}} for no change"
         if self.crop_scale and not 0 < self.crop_scale[0] <= self.crop_scale[1]:
             return f"crop_scale is {list(self.crop_scale)}, but must be two rising numbers above 0"
         if self.crop_scale and self.crop_padding:
