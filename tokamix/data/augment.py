@@ -1,0 +1,375 @@
+"""Augmentation of a whole batch at once, on the device it lies on.
+
+What happens to each image is decided on the CPU, for all of them together, as a small table of numbers (`plan`); the
+table travels to the device once, and the pixels are worked on there without a loop over images and without waiting for
+the device. The same table comes out on every device, so an epoch looks the same on a CPU and on a GPU.
+
+Against timm's transforms of single images: all shifts, turns and shears of one image are one map of its pixels,
+applied together with the crop, about the centre and before the colours; crops have no whole-pixel edges; everything
+else follows timm's tables.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from timm.data import RandAugment, rand_augment_transform
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tokamix.recipes import Recipe
+
+Table = dict[str, Tensor]  # (n, ...) numbers for n images
+GREY = (0.299, 0.587, 0.114)
+RATIO = (3 / 4, 4 / 3)
+ERASED_AREA, ERASED_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)
+TRIES = 10  # of a crop or an erased box that may not fit, as in timm and torchvision
+BLUR_RADIUS = 6
+NOISE_SIDE = 64
+# no change, for each number of one layer of colours: out = keep * x + grey * grey(x) + mean * mean(grey(x)) + ...
+NEUTRAL = {"keep": 1.0, "grey": 0.0, "mean": 0.0, "smooth": 0.0, "offset": 0.0}
+NEUTRAL |= {"contrast": 0.0, "equalize": 0.0, "step": 1.0, "threshold": 256.0, "add": 0.0, "sigma": 0.0}
+
+
+def can_batch(augment: str | None) -> bool:
+    """Whether this policy exists for whole batches; AutoAugment's and AugMix's do not."""
+    return augment is None or augment.startswith(("3-augment", "3a", "rand"))
+
+
+class Augment:
+    """The recipe's augmentation for batches of uint8 images (B, C, H, W); gives float images in [0, 255]."""
+
+    def __init__(self, recipe: "Recipe", mean: Sequence[float], device: torch.device) -> None:
+        self.recipe = recipe
+        self.policy = _policy(recipe.augment)
+        weights = GREY if len(mean) == 3 else (1 / len(mean),) * len(mean)
+        self.grey = torch.tensor(weights, device=device)[:, None, None]
+        # what a turn or a shift uncovers becomes the mean colour
+        self.fill = torch.tensor(mean, device=device)[:, None, None] * 255
+        self.jitter = recipe.color_jitter if not isinstance(self.policy, RandAugment) else None
+
+    def plan(self, n: int, size: tuple[int, int], draw: torch.Generator) -> Table:
+        """What happens to each of n images of this size (H, W)."""
+        recipe = self.recipe
+        flip = torch.rand(n, generator=draw) < recipe.hflip
+        table: Table = {}
+        matrix = torch.eye(3).repeat(n, 1, 1)
+        if recipe.crop_scale:
+            matrix = _crops(n, size, recipe.crop_scale, draw)
+        if recipe.crop_padding:
+            table["shift"] = torch.randint(2 * recipe.crop_padding + 1, (n, 2), generator=draw).float()
+        layers: list[Table] = []
+        if isinstance(self.policy, RandAugment):
+            for masks, level, sign in _rand_layers(self.policy, n, draw):
+                matrix = matrix @ _geometry(masks, level, sign)
+                layers.append(_colours(masks, level, sign))
+        elif self.policy == "3-augment":
+            layers.append(_three_augment(n, draw))
+        if self.jitter:
+            layers.append(_jitter(n, self.jitter, draw))
+        if recipe.crop_scale or isinstance(self.policy, RandAugment):
+            matrix[:, :, 0] *= torch.where(flip, -1.0, 1.0)[:, None]  # the output's x, mirrored
+            table["matrix"] = matrix[:, :2]
+        else:
+            table["flip"] = flip.float()[:, None]
+        for i, layer in enumerate(layers):
+            table |= {f"{i}.{name}": values[:, None] for name, values in layer.items()}
+        return table
+
+    def __call__(self, images: Tensor, table: Table) -> Tensor:
+        """Do it; `images` and `table` are on one device."""
+        if "shift" in table:
+            images = _shifted(images, table["shift"].long(), self.recipe.crop_padding, table.get("flip"))
+        elif "flip" in table:
+            images = torch.where(table["flip"][..., None, None] > 0, images.flip(-1), images)
+        size = self.recipe.image_size
+        x = images.float()
+        if "matrix" in table:
+            fill = self.fill if isinstance(self.policy, RandAugment) else None
+            x = _warped(x, table["matrix"], size, self.recipe.interpolation, fill)
+        layers: dict[str, Table] = {}
+        for name, values in table.items():
+            index, dot, number = name.partition(".")
+            if dot:
+                layers.setdefault(index, {})[number] = values[..., None, None]  # (B, 1, 1, 1)
+        for layer in layers.values():
+            x = _recoloured(x, layer, self.grey)
+        return x
+
+
+class Erase:
+    """Random erasing (arXiv 1708.04896) of normalised images: a rectangle becomes noise, as timm's mode "pixel".
+
+    The noise is a window, placed at random, of one board of normal numbers: drawing millions of new ones on the CPU
+    would take longer than the training step, and drawing them on the device would differ from device to device.
+    """
+
+    def __init__(self, probability: float, channels: int, device: torch.device) -> None:
+        self.probability = probability
+        noise = torch.randn(channels, NOISE_SIDE, NOISE_SIDE, generator=torch.Generator().manual_seed(0))
+        self.board = noise.to(device)
+
+    def plan(self, n: int, size: tuple[int, int], draw: torch.Generator) -> Table:
+        """A box (top, bottom, left, right) for each image, empty where nothing is erased, and a place on the board."""
+        erased = torch.rand(n, generator=draw) < self.probability
+        box = _boxes(n, size, ERASED_AREA, ERASED_RATIO, draw, whole=True) * erased[:, None]
+        return {"box": box, "noise": torch.randint(NOISE_SIDE, (n, 2), generator=draw).float()}
+
+    def __call__(self, images: Tensor, table: Table) -> Tensor:
+        """Do it."""
+        y = torch.arange(images.shape[-2], device=images.device)
+        x = torch.arange(images.shape[-1], device=images.device)
+        top, bottom, left, right = table["box"].unbind(1)
+        rows = (y >= top[:, None]) & (y < bottom[:, None])  # (B, H)
+        columns = (x >= left[:, None]) & (x < right[:, None])  # (B, W)
+        at = table["noise"].long()
+        noise = self.board[:, (y + at[:, :1])[:, :, None] % NOISE_SIDE, (x + at[:, 1:])[:, None, :] % NOISE_SIDE]
+        inside = rows[:, None, :, None] & columns[:, None, None, :]
+        return torch.where(inside, noise.transpose(0, 1), images)
+
+
+def _uniform(n: int, low: float, high: float, draw: torch.Generator, *shape: int) -> Tensor:
+    return low + (high - low) * torch.rand(n, *shape, generator=draw)
+
+
+def _boxes(
+    n: int,
+    size: tuple[int, int],
+    area: tuple[float, float],
+    ratio: tuple[float, float],
+    draw: torch.Generator,
+    whole: bool = False,
+) -> Tensor:
+    """Boxes (top, bottom, left, right) in pixels: the first of some tries that fits; the whole image if none does."""
+    height, width = size
+    areas = _uniform(n, *area, draw, TRIES) * height * width
+    ratios = _uniform(n, math.log(ratio[0]), math.log(ratio[1]), draw, TRIES).exp()
+    tall, wide = (areas / ratios).sqrt(), (areas * ratios).sqrt()
+    if whole:
+        tall, wide = tall.round(), wide.round()
+    fits = (tall <= height) & (wide <= width)
+    first = fits.float().argmax(1, keepdim=True)
+    fallback = 0.0 if whole else 1.0
+    tall = torch.where(fits.any(1), tall.gather(1, first).flatten(), fallback * height)
+    wide = torch.where(fits.any(1), wide.gather(1, first).flatten(), fallback * width)
+    place = torch.rand(n, 2, generator=draw)
+    slack = 1 if whole else 0  # a whole number of pixels has one place more than there are pixels left
+    top, left = place[:, 0] * (height - tall + slack), place[:, 1] * (width - wide + slack)
+    if whole:
+        top, left = top.floor(), left.floor()
+    return torch.stack([top, top + tall, left, left + wide], 1)
+
+
+def _crops(n: int, size: tuple[int, int], scale: tuple[float, float], draw: torch.Generator) -> Tensor:
+    """Maps (n, 3, 3) from an output image to a crop of the input, both in coordinates from -1 to 1."""
+    height, width = size
+    top, bottom, left, right = _boxes(n, size, scale, RATIO, draw).unbind(1)
+    matrix = torch.eye(3).repeat(n, 1, 1)
+    matrix[:, 0, 0], matrix[:, 0, 2] = (right - left) / width, (left + right) / width - 1
+    matrix[:, 1, 1], matrix[:, 1, 2] = (bottom - top) / height, (top + bottom) / height - 1
+    return matrix
+
+
+def _policy(augment: str | None) -> "RandAugment | str | None":
+    if augment is None or not can_batch(augment):
+        return None
+    return rand_augment_transform(augment, {}) if augment.startswith("rand") else "3-augment"
+
+
+def _rand_layers(policy: RandAugment, n: int, draw: torch.Generator) -> list[tuple[Table, Tensor, Tensor]]:
+    """For each layer: which images get which operation (masks by its name), their level (0 to about 1) and sign."""
+    first = policy.ops[0]
+    if policy.choice_weights is None:
+        chosen = torch.randint(len(policy.ops), (n, policy.num_layers), generator=draw)
+    else:
+        weights = torch.tensor(policy.choice_weights).expand(n, -1)
+        chosen = torch.multinomial(weights, policy.num_layers, generator=draw)
+    layers = []
+    for choice in chosen.unbind(1):
+        applied = torch.rand(n, generator=draw) < first.prob
+        if first.magnitude_std == math.inf:
+            level = _uniform(n, 0, first.magnitude, draw)
+        else:
+            level = first.magnitude + first.magnitude_std * torch.randn(n, generator=draw)
+        level = level.clamp(0, first.magnitude_max or 10) / 10
+        sign = torch.where(torch.rand(n, generator=draw) < 0.5, -1.0, 1.0)
+        layers.append(({op.name: applied & (choice == i) for i, op in enumerate(policy.ops)}, level, sign))
+    return layers
+
+
+def _geometry(masks: Table, level: Tensor, sign: Tensor) -> Tensor:
+    """The maps (n, 3, 3) of one layer, about the centre; identity where the operation is another one."""
+    matrix = torch.eye(3).repeat(len(level), 1, 1)
+
+    def put(name: str, row: int, column: int, values: Tensor) -> None:
+        if name in masks:
+            matrix[:, row, column] = torch.where(masks[name], values, matrix[:, row, column])
+
+    put("ShearX", 0, 1, sign * level * 0.3)
+    put("ShearY", 1, 0, sign * level * 0.3)
+    put("TranslateXRel", 0, 2, sign * level * 0.9)  # 0.45 of a side, which is 2 long
+    put("TranslateYRel", 1, 2, sign * level * 0.9)
+    angle = sign * level * math.radians(30)
+    for row, column, value in ((0, 0, angle.cos()), (0, 1, -angle.sin()), (1, 0, angle.sin()), (1, 1, angle.cos())):
+        put("Rotate", row, column, value)
+    return matrix
+
+
+def _neutral(n: int) -> Table:
+    return {name: torch.full((n,), value) for name, value in NEUTRAL.items()}
+
+
+def _colours(masks: Table, level: Tensor, sign: Tensor) -> Table:
+    """The numbers of one layer of colours, neutral where the operation is another one."""
+    table = _neutral(len(level))
+
+    def put(name: str, column: str, values: Tensor | float) -> None:
+        if name in masks:
+            table[column] = torch.where(masks[name], values, table[column])
+
+    enhance = {"": 0.1 + 1.8 * level, "Increasing": (1 + sign * 0.9 * level).clamp(min=0.1)}
+    for suffix, factor in enhance.items():
+        for name, other in (("Brightness", None), ("Color", "grey"), ("Contrast", "mean"), ("Sharpness", "smooth")):
+            put(name + suffix, "keep", factor)
+            if other:
+                put(name + suffix, other, 1 - factor)
+    put("Invert", "keep", -1.0)
+    put("Invert", "offset", 255.0)
+    put("AutoContrast", "contrast", 1.0)
+    put("Equalize", "equalize", 1.0)
+    bits = (level * 4).floor()
+    put("Posterize", "step", 2 ** (8 - bits))
+    put("PosterizeIncreasing", "step", 2 ** (4 + bits))
+    threshold = (level * 256).floor().clamp(max=256)
+    put("Solarize", "threshold", threshold)
+    put("SolarizeIncreasing", "threshold", 256 - threshold)
+    put("SolarizeAdd", "add", (level * 110).floor().clamp(max=128))
+    desaturate = (0.5 + 0.5 * level).clamp(max=1)
+    put("Desaturate", "keep", 1 - desaturate)
+    put("Desaturate", "grey", desaturate)
+    put("GaussianBlur", "sigma", (0.1 + 1.9 * level).clamp(max=2))
+    return _used(table)
+
+
+def _three_augment(n: int, draw: torch.Generator) -> Table:
+    """3-Augment (DeiT III, arXiv 2204.07118): grey, solarised or blurred."""
+    chosen = torch.randint(3, (n,), generator=draw)
+    sigma = _uniform(n, 0.1, 2.0, draw)
+    table = _neutral(n)
+    table["keep"], table["grey"] = (chosen != 0).float(), (chosen == 0).float()
+    table["threshold"] = torch.where(chosen == 1, 128.0, 256.0)
+    table["sigma"] = torch.where(chosen == 2, sigma, 0.0)
+    return _used(table)
+
+
+def _jitter(n: int, strength: float, draw: torch.Generator) -> Table:
+    """Brightness, contrast and saturation, one after the other, are one combination of x, its grey and their mean."""
+    bright, contrast, saturation = _uniform(n, max(0.0, 1 - strength), 1 + strength, draw, 3).unbind(1)
+    table = _neutral(n)
+    table["keep"] = bright * contrast * saturation
+    table["grey"] = bright * contrast * (1 - saturation)
+    table["mean"] = bright * (1 - contrast)
+    return _used(table)
+
+
+def _used(table: Table) -> Table:
+    """Only the numbers that change something; the table is on the CPU, so nobody waits for the answer."""
+    return {name: values for name, values in table.items() if (values != NEUTRAL[name]).any()}
+
+
+def _shifted(images: Tensor, shift: Tensor, padding: int, flip: Tensor | None) -> Tensor:
+    """The window of a zero-padded image that starts at `shift` (B, 2), mirrored where asked; pixels are only moved."""
+    height, width = images.shape[-2:]
+    y = torch.arange(height, device=images.device) + shift[:, :1] - padding  # (B, H)
+    x = torch.arange(width, device=images.device).expand(len(images), -1)
+    if flip is not None:
+        x = torch.where(flip > 0, width - 1 - x, x)
+    x = x + shift[:, 1:] - padding
+    inside = ((y >= 0) & (y < height))[:, :, None] & ((x >= 0) & (x < width))[:, None, :]  # (B, H, W)
+    rows, columns = y.clamp(0, height - 1)[:, None, :, None], x.clamp(0, width - 1)[:, None, None, :]
+    batch = torch.arange(len(images), device=images.device)[:, None, None, None]
+    channels = torch.arange(images.shape[1], device=images.device)[None, :, None, None]
+    return images[batch, channels, rows, columns] * inside[:, None]
+
+
+def _warped(x: Tensor, matrix: Tensor, size: int, interpolation: str, fill: Tensor | None) -> Tensor:
+    """Sample images at the places that `matrix` (B, 2, 3) maps the output's pixels to.
+
+    Where an image shrinks, several samples are averaged for each pixel, since one would miss what lies between.
+    """
+    times = max(1, min(x.shape[-2:]) // size)
+    grid = F.affine_grid(matrix, [len(x), x.shape[1], size * times, size * times], align_corners=False)
+    out = F.grid_sample(x, grid, interpolation, padding_mode="border", align_corners=False)
+    if fill is not None:
+        out = torch.where((grid.abs() <= 1).all(-1)[:, None], out, fill)
+    if times > 1:
+        out = F.avg_pool2d(out, times)
+    return out.round().clamp(0, 255)
+
+
+def _recoloured(x: Tensor, table: Table, grey_weights: Tensor) -> Tensor:
+    """One layer of colours; a number that is not in the table is neutral for all images."""
+    if "equalize" in table:
+        x = torch.where(table["equalize"] > 0, _equalized(x), x)
+    if "contrast" in table:
+        low, high = x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)
+        stretched = (x - low) * (255 / (high - low).clamp(min=1))
+        x = torch.where((table["contrast"] > 0) & (high > low), stretched, x)
+    out = x * table["keep"] if "keep" in table else x
+    if "grey" in table or "mean" in table:
+        grey = (x * grey_weights).sum(1, keepdim=True)
+        if "grey" in table:
+            out = out + table["grey"] * grey
+        if "mean" in table:
+            out = out + table["mean"] * grey.mean((2, 3), keepdim=True)
+    if "smooth" in table:
+        out = out + table["smooth"] * _smoothed(x)
+    if "offset" in table:
+        out = out + table["offset"]
+    if "sigma" in table:
+        out = _blurred(out, table["sigma"].flatten())
+    out = out.round().clamp(0, 255)
+    if "step" in table:
+        out = (out / table["step"]).floor() * table["step"]
+    if "add" in table:
+        out = torch.where(out < 128, (out + table["add"]).clamp(max=255), out)
+    if "threshold" in table:
+        out = torch.where(out >= table["threshold"], 255 - out, out)
+    return out
+
+
+def _smoothed(x: Tensor) -> Tensor:
+    """Pillow's filter SMOOTH, which sharpness starts from: the edge stays, the centre weighs 5 of 13."""
+    if min(x.shape[-2:]) < 3:
+        return x
+    inner = (9 * F.avg_pool2d(x, 3, 1) + 4 * x[..., 1:-1, 1:-1]) / 13
+    out = x.clone()
+    out[..., 1:-1, 1:-1] = inner
+    return out
+
+
+def _blurred(x: Tensor, sigma: Tensor) -> Tensor:
+    """Gaussian blur with a width for each image; 0 leaves it as it is."""
+    taps = torch.arange(-BLUR_RADIUS, BLUR_RADIUS + 1, device=x.device)
+    kernel = torch.exp(-0.5 * (taps / sigma.clamp(min=1e-3)[:, None]) ** 2)
+    kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(x.shape[1], 0)[:, None]  # (B * C, 1, K)
+    flat = x.flatten(0, 1)[None]
+    for axis in (-1, -2):
+        pad = [BLUR_RADIUS] * 2 + [0, 0] if axis == -1 else [0, 0] + [BLUR_RADIUS] * 2
+        weight = kernel[:, :, None] if axis == -1 else kernel[..., None]
+        flat = F.conv2d(F.pad(flat, pad, mode="replicate"), weight, groups=flat.shape[1])
+    return flat[0].unflatten(0, x.shape[:2])
+
+
+def _equalized(x: Tensor) -> Tensor:
+    """Pillow's histogram equalisation of each channel; counting by sorting needs no atomics, so it is repeatable."""
+    pixels = x.flatten(2).round()  # (B, C, H * W), whole numbers
+    values = torch.arange(256, device=x.device, dtype=x.dtype).expand(*pixels.shape[:2], -1).contiguous()
+    ordered = pixels.sort(-1).values
+    below = torch.searchsorted(ordered, values)  # how many pixels are darker than each value
+    step = torch.searchsorted(ordered, ordered[..., -1:].contiguous()) // 255
+    lookup = ((below + step // 2) // step.clamp(min=1)).clamp(max=255).to(x.dtype)
+    out = lookup.gather(-1, pixels.long())
+    return torch.where(step > 0, out, pixels).view_as(x)

@@ -1,0 +1,430 @@
+"""Batches for training and evaluation, the same ones however the work is spread and wherever it starts.
+
+Everything random is a function of (seed, epoch, position in the epoch). So batch k of an epoch is the same with any
+number of workers, and when training resumes at k, where nothing before it is decoded. With several processes, each
+global batch is dealt out: rank r takes positions r, r + world, ... of it.
+"""
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
+from torch import Tensor
+from torch.utils.data import DataLoader, default_collate, get_worker_info
+from torchvision import transforms
+from torchvision.transforms.functional import InterpolationMode, to_pil_image
+
+from tokamix.data.augment import Augment, Erase, Table, can_batch
+from tokamix.data.decode import DataError
+from tokamix.data.keyed import generator, kept_state, seed_everything
+from tokamix.data.sets import Dataset
+from tokamix.data.streams import Stream
+
+if TYPE_CHECKING:
+    from tokamix.recipes import Recipe
+
+_log = logging.getLogger("tokamix")
+Batch = tuple[Tensor, Tensor]
+RESIDENT_BYTES = 4 << 30  # a set up to this size lives on the device
+CROP_PCT = 0.875  # timm's, for photos; pictures held as arrays are small, and all of them is shown
+SHRINK = 4  # a JPEG is decoded to no less than this many times the image's size, so that small crops stay sharp
+
+
+def make_loader(
+    dataset: Dataset | Stream,
+    recipe: "Recipe",
+    *,
+    train: bool,
+    batch_size: int,
+    rank: int = 0,
+    world: int = 1,
+    device: torch.device | str = "cpu",
+    workers: int = 0,
+    in_chans: int = 3,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    corrupt: Literal["raise", "skip"] = "raise",
+    resident: bool | None = None,
+) -> "Loader":
+    """Batches of a data set as the recipe augments them, normalised, on the device.
+
+    Args:
+        dataset: the training or validation part of `open_data(...)`.
+        recipe: sizes, augmentation and seed.
+        train: shuffle and augment, and leave an incomplete last batch out; otherwise every picture comes exactly once
+            over all ranks, in order, and the last batch may be smaller (for some ranks, it may be missing).
+        batch_size: pictures of one batch of this process.
+        rank: of this process.
+        world: number of processes.
+        device: where the batches go.
+        workers: processes that decode; 0 decodes in this one. Sets that live on the device need none.
+        in_chans: channels of the batches; grey pictures are repeated, coloured ones made grey.
+        mean: of each channel, for pixels from 0 to 1; ImageNet's by default.
+        std: likewise.
+        corrupt: what to do with a picture that cannot be decoded: raise a DataError that names it, or skip it, which is
+            logged and counted in `loader.skipped`; in training the next picture of the batch takes its place.
+        resident: keep the whole set on the device and augment it there; by default where it is small enough and the
+            recipe's augmentation exists for batches.
+    """
+    if batch_size < 1 or not 0 <= rank < world:
+        raise ValueError(f"a batch of {batch_size} for rank {rank} of {world} processes cannot be made")
+    if len(dataset) == 0:
+        raise DataError(f"there is nothing to {'train on' if train else 'evaluate'}: the data set is empty")
+    if train and len(dataset) < batch_size * world:
+        raise ValueError(
+            f"{len(dataset)} training pictures do not fill one batch of {batch_size * world}; set batch_size lower"
+        )
+    device = torch.device(device)
+    mean, std = (_channels(values, in_chans) for values in (mean or IMAGENET_DEFAULT_MEAN, std or IMAGENET_DEFAULT_STD))
+    setup = Setup(recipe, train, batch_size, rank, world, device, mean, std)
+    possible = not isinstance(dataset, Stream) and (not train or can_batch(recipe.augment))
+    arrays = dataset.arrays() if possible and resident is not False else None
+    if arrays is not None and (resident or arrays[0].numel() <= RESIDENT_BYTES):
+        return Resident(*arrays, setup)
+    if resident:
+        raise ValueError("this data set or augmentation cannot live on the device; leave `resident` to the loader")
+    return Worker(dataset, setup, workers, corrupt)
+
+
+def _channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
+    if len(values) not in (1, 3, channels):
+        raise ValueError(f"mean and std have {len(values)} values, but the images {channels} channels")
+    return tuple(values) if len(values) == channels else (sum(values) / len(values),) * channels
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every loader needs to know; see `make_loader`."""
+
+    recipe: "Recipe"
+    train: bool
+    batch_size: int
+    rank: int
+    world: int
+    device: torch.device
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+class Loader(ABC):
+    """What `make_loader` gives: `len()` is the number of steps of an epoch on this rank."""
+
+    def __init__(self, size: int, setup: Setup) -> None:
+        self.dataset_size, self.recipe, self.train = size, setup.recipe, setup.train
+        self.batch_size, self.rank, self.world = setup.batch_size, setup.rank, setup.world
+        self.mean, self.device = setup.mean, setup.device
+        self.skipped: dict[str, str] = {}  # pictures that could not be decoded, and why
+        deviation = torch.tensor(setup.std, device=self.device)[:, None, None]
+        self.scale = 1 / (255 * deviation)
+        self.shift = -torch.tensor(self.mean, device=self.device)[:, None, None] / deviation
+        probability = self.recipe.random_erasing if self.train else 0
+        self.erase = Erase(probability, len(self.mean), self.device) if probability else None
+
+    def __len__(self) -> int:
+        steps, rest = divmod(self.dataset_size, self.batch_size * self.world)
+        return steps if self.train else steps + (self.rank < rest)
+
+    @abstractmethod
+    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
+        """Batches (images (B, C, H, W) normalised, labels (B,)) of an epoch, from step `start` on."""
+
+    def order(self, epoch: int) -> Tensor:
+        """Which picture stands at each position of an epoch."""
+        if not self.train:
+            return torch.arange(self.dataset_size)
+        order = torch.randperm(self.dataset_size, generator=generator(self.recipe.seed, epoch, "order"))
+        # repeated augmentation: copies stand side by side, so that several ranks get one each; an epoch stays as long
+        copies = self.recipe.repeated_augmentation
+        return order.repeat_interleave(copies)[: self.dataset_size] if copies > 1 else order
+
+    def positions(self, step: int) -> range:
+        """The positions of this rank in a global batch."""
+        start = step * self.batch_size * self.world
+        return range(start + self.rank, min(start + self.batch_size * self.world, self.dataset_size), self.world)
+
+    def send(self, table: Table) -> Table:
+        """This rank's part of a plan for the global batch, moved to the device in one piece."""
+        flat = torch.cat([values.flatten(1) for values in table.values()], 1)[self.rank :: self.world]
+        if self.device.type == "cuda":
+            flat = flat.contiguous().pin_memory().to(self.device, non_blocking=True)
+        parts = flat.split([values[0].numel() for values in table.values()], 1)
+        return {name: part.unflatten(1, table[name].shape[1:]) for name, part in zip(table, parts, strict=True)}
+
+    def finish(self, images: Tensor, table: Table) -> Tensor:
+        """Normalise pixels from 0 to 255, and erase."""
+        images = torch.addcmul(self.shift, images.float(), self.scale)
+        return self.erase(images, table) if self.erase else images
+
+    def plan(self, epoch: int, step: int, augment: Augment | None, size: tuple[int, int]) -> Table:
+        """What happens to each image of a batch, on the device."""
+        draw = generator(self.recipe.seed, epoch, step, "augment")
+        n = self.batch_size * self.world
+        table = augment.plan(n, size, draw) if augment else {}
+        if self.erase:
+            table |= self.erase.plan(n, (self.recipe.image_size,) * 2, draw)
+        return self.send(table) if table else {}
+
+
+class Resident(Loader):
+    """The whole set as uint8 on the device, augmented there: for sets of small pictures."""
+
+    def __init__(self, images: Tensor, labels: Tensor, setup: Setup) -> None:
+        super().__init__(len(images), setup)
+        recipe = self.recipe
+        images = _recoded(images, len(self.mean)).to(self.device)
+        if not (self.train and recipe.crop_scale):
+            images = _fitted(images, recipe.image_size, recipe.crop_pct or 1.0, recipe.interpolation)
+        self.images, self.labels = images, labels.to(self.device)
+        self.augment = Augment(recipe, self.mean, self.device) if self.train else None
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
+        """Batches of an epoch, from step `start` on."""
+        order = self.order(number).to(self.device)
+        for step in range(start, len(self)):
+            part = self.positions(step)
+            chosen = order[part.start : part.stop : part.step]
+            images, table = self.images[chosen], {}
+            if self.augment:
+                table = self.plan(number, step, self.augment, (images.shape[-2], images.shape[-1]))
+                images = self.augment(images, table)
+            yield self.finish(images, table), self.labels[chosen]
+
+
+class Worker(Loader):
+    """Decoding and timm's transforms in worker processes; normalisation and erasing on the device, one batch ahead.
+
+    A stream has no random access: its batches are read in this process, encoded as they are, and dealt to the
+    workers, so they do not depend on how many there are. To resume at a step, the stream is read up to it, but not
+    decoded.
+    """
+
+    def __init__(
+        self, dataset: Dataset | Stream, setup: Setup, workers: int, corrupt: Literal["raise", "skip"]
+    ) -> None:
+        super().__init__(len(dataset), setup)
+        self.dataset, self.corrupt = dataset, corrupt
+        self.batches = _Batches(self)
+        self.loader: DataLoader[Any] = DataLoader(
+            _Reader(dataset, setup),  # type: ignore[arg-type]  # whatever has [...] will do
+            batch_size=None,
+            sampler=self.batches,
+            num_workers=workers,
+            collate_fn=_as_is,
+            pin_memory=self.device.type == "cuda",
+            persistent_workers=workers > 0,
+            prefetch_factor=4 if workers else None,
+        )
+
+    def __len__(self) -> int:
+        if isinstance(self.dataset, Stream) and not self.train:
+            return math.ceil(self.dataset.share(self.rank, self.world) / self.batch_size)
+        return super().__len__()
+
+    def positions(self, step: int) -> range:
+        """The positions of this rank in a global batch; a stream ends where it ends."""
+        if isinstance(self.dataset, Stream) and not self.train:
+            return range(step * self.batch_size, (step + 1) * self.batch_size)
+        return super().positions(step)
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
+        """Batches of an epoch, from step `start` on."""
+        self.batches.epoch, self.batches.start = number, start
+        decoded = ((step, *parts) for step, parts in enumerate(self._checked(self.loader), start))
+        if self.device.type != "cuda":
+            for step, images, labels in decoded:
+                if len(images):
+                    yield self._finished(number, step, images, labels)
+            return
+        stream = torch.cuda.Stream(self.device)
+        ready: Batch | None = None
+        for step, images, labels in decoded:
+            if not len(images):
+                continue
+            with torch.cuda.stream(stream):
+                following = self._finished(number, step, images, labels)
+            if ready is not None:
+                yield ready
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+            for tensor in following:
+                tensor.record_stream(torch.cuda.current_stream(self.device))
+            ready = following
+        if ready is not None:
+            yield ready
+
+    def _finished(self, epoch: int, step: int, images: Tensor, labels: Tensor) -> Batch:
+        images, labels = (t.to(self.device, non_blocking=True) for t in (images, labels))
+        table = self.plan(epoch, step, None, (0, 0)) if self.train else {}
+        return self.finish(images, table), labels
+
+    def _checked(self, loader: Iterable[Any]) -> Iterator[Batch]:
+        """Batches without the pictures that could not be decoded, or an error in one sentence."""
+        try:
+            for images, labels, problems in loader:
+                for name, problem in problems.items():
+                    if self.corrupt == "raise":
+                        raise DataError(f"{problem}; remove it, or skip such pictures (corrupt='skip')")
+                    if name not in self.skipped:
+                        _log.warning("skipped: %s", problem)
+                        self.skipped[name] = problem
+                if self.train and not len(images):
+                    raise DataError(f"no picture of a whole batch can be decoded: {next(iter(problems.values()))}")
+                yield images, labels
+        except RuntimeError as error:
+            if "DataLoader worker" in str(error) and not isinstance(error, ValueError):
+                raise RuntimeError(
+                    f"a data worker died ({str(error).splitlines()[0]}); too little memory is the usual cause:"
+                    " use fewer workers or a smaller batch"
+                ) from error
+            raise
+
+
+class _Batches:
+    """What the workers are told to read: for each step a list of (epoch, position, index or encoded picture)."""
+
+    def __init__(self, loader: Worker) -> None:
+        self.loader, self.epoch, self.start = loader, 0, 0
+
+    def __iter__(self) -> Iterator[list[tuple[int, int, Any]]]:
+        loader, dataset = self.loader, self.loader.dataset
+        if isinstance(dataset, Stream):
+            read = dataset.read(loader.recipe.seed, self.epoch, loader.rank, loader.world, shuffle=loader.train)
+            for step in range(len(loader)):
+                batch = [(self.epoch, p, item) for p, item in zip(loader.positions(step), read, strict=False)]
+                if step >= self.start:
+                    yield batch
+            return
+        order = loader.order(self.epoch)
+        for step in range(self.start, len(loader)):
+            yield [(self.epoch, p, int(order[p])) for p in loader.positions(step)]
+
+    def __len__(self) -> int:
+        return len(self.loader) - self.start
+
+
+class _Reader:
+    """Makes a batch of uint8 images in a worker; lives there, so it holds nothing of the device."""
+
+    def __init__(self, dataset: Dataset | Stream, setup: Setup) -> None:
+        channels = len(setup.mean)
+        if channels not in (1, 3):
+            raise ValueError(f"picture files have 1 or 3 channels, not {channels}; use arrays of {channels} channels")
+        self.dataset, self.mode = dataset, "L" if channels == 1 else "RGB"
+        self.transform = _transform(setup.recipe, setup.train, setup.mean)
+        self.size, self.seed, self.train = setup.recipe.image_size, setup.recipe.seed, setup.train
+
+    def __getitem__(self, items: list[tuple[int, int, Any]]) -> tuple[Tensor, Tensor, dict[str, str]]:
+        if get_worker_info() is None:
+            with kept_state():
+                return self._read(items)
+        return self._read(items)
+
+    def _read(self, items: list[tuple[int, int, Any]]) -> tuple[Tensor, Tensor, dict[str, str]]:
+        problems: dict[str, str] = {}
+        pictures = []
+        for epoch, position, item in items:
+            try:
+                pictures.append((epoch, position, *self._picture(item)))
+            except DataError as error:
+                problems[self._name(item)] = str(error)
+                pictures.append((epoch, position, None, 0))
+        if problems:
+            pictures = self._replaced(pictures)
+        if not pictures:
+            return torch.empty(0), torch.empty(0, dtype=torch.int64), problems
+        images = []
+        for epoch, position, picture, _ in pictures:
+            if self.train:
+                seed_everything(self.seed, epoch, position)
+            images.append(self.transform(picture))
+        return default_collate(images), torch.tensor([label for *_, label in pictures]), problems
+
+    def _picture(self, item: Any) -> tuple[Any, int]:
+        picture: Any
+        if isinstance(self.dataset, Stream):
+            picture, label = self.dataset.decode(item, SHRINK * self.size)
+        else:
+            picture, label = self.dataset.picture(item, SHRINK * self.size), int(self.dataset.labels[item])
+        if isinstance(picture, Tensor):
+            picture = to_pil_image(_recoded(picture[None], 3)[0])
+        return picture.convert(self.mode), label
+
+    def _name(self, item: Any) -> str:
+        return self.dataset.name_of(item)
+
+    def _replaced(self, pictures: list[tuple[int, int, Any, int]]) -> list[tuple[int, int, Any, int]]:
+        """Evaluation leaves what cannot be decoded out; in training the next picture of the batch takes its place."""
+        good = [i for i, (_, _, picture, _) in enumerate(pictures) if picture is not None]
+        if not self.train or not good:
+            return [pictures[i] for i in good]
+        following = [next((g for g in good if g >= i), good[0]) for i in range(len(pictures))]
+        return [(*pictures[i][:2], *pictures[g][2:]) for i, g in enumerate(following)]
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+def _transform(recipe: "Recipe", train: bool, mean: Sequence[float]) -> Any:
+    """timm's transforms of one picture, up to a uint8 tensor."""
+    size, crop = recipe.image_size, recipe.crop_pct or CROP_PCT
+    shown = create_transform(
+        size, interpolation=recipe.interpolation, crop_pct=crop, use_prefetcher=True, normalize=False
+    )
+    if not train:
+        return shown
+    augment = "3a" if recipe.augment == "3-augment" else recipe.augment
+    first, second, last = create_transform(
+        size,
+        is_training=True,
+        scale=recipe.crop_scale,
+        hflip=recipe.hflip,
+        color_jitter=recipe.color_jitter,
+        auto_augment=augment,
+        interpolation=recipe.interpolation,
+        mean=mean,
+        use_prefetcher=True,
+        separate=True,
+    )
+    if recipe.crop_scale is None:
+        resize = transforms.Resize(math.floor(size / crop), InterpolationMode(recipe.interpolation))
+        cut = transforms.RandomCrop(size, padding=recipe.crop_padding) if recipe.crop_padding else []
+        first = [resize, transforms.CenterCrop(size), *([cut] if cut else [])]
+        first = transforms.Compose([*first, transforms.RandomHorizontalFlip(recipe.hflip)])
+    return transforms.Compose([first, second, last])
+
+
+def _recoded(images: Tensor, channels: int) -> Tensor:
+    """Grey images (N, 1, H, W) repeated to any number of channels, coloured ones made grey."""
+    if images.shape[1] == channels:
+        return images
+    if images.shape[1] == 1:
+        return images.expand(-1, channels, -1, -1)
+    if images.shape[1] == 3 and channels == 1:
+        weights = torch.tensor([0.299, 0.587, 0.114])[:, None, None]
+        return torch.cat([(part * weights).sum(1, keepdim=True).round().byte() for part in images.split(4096)])
+    raise DataError(f"images of {images.shape[1]} channels cannot become {channels}; set in_chans={images.shape[1]}")
+
+
+def _fitted(images: Tensor, size: int, crop: float, interpolation: str) -> Tensor:
+    """Images as evaluation shows them: the short side resized to size / crop, and the centre cut out."""
+    height, width = images.shape[-2:]
+    side = math.floor(size / crop)
+    if (height, width) == (size, size) and side == size:
+        return images
+    short = min(height, width)
+    target = (round(height * side / short), round(width * side / short))
+    top, left = (target[0] - size) // 2, (target[1] - size) // 2
+    parts = []
+    for part in images.split(4096):
+        smooth = interpolation != "nearest"
+        resized = F.interpolate(
+            part.float(), target, mode=interpolation, align_corners=False if smooth else None, antialias=smooth
+        )
+        parts.append(resized[..., top : top + size, left : left + size].round().clamp(0, 255).byte())
+    return torch.cat(parts)
