@@ -356,8 +356,10 @@ def _fit(value: Any, hint: Any) -> Any:
         return {_fit(key, args[0]): _fit(item, args[1]) for key, item in value.items()}
     if hint is Any:
         return value
-    if hint in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value) or value != hint(value):
+    if hint in (int, float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise TypeError
+        if value != hint(value):
             raise ValueError
         return hint(value)
     if not isinstance(value, hint):
