@@ -84,7 +84,12 @@ def make_loader(
     mean, std = (_channels(values, in_chans) for values in (mean or IMAGENET_DEFAULT_MEAN, std or IMAGENET_DEFAULT_STD))
     setup = Setup(recipe, train, batch_size, rank, world, device, mean, std)
     possible = not isinstance(dataset, Stream) and (not train or can_batch(recipe.augment))
-    arrays = dataset.arrays() if possible and resident is not False else None
+    try:
+        arrays = dataset.arrays() if possible and resident is not False else None
+    except DataError:
+        if corrupt == "raise":
+            raise
+        arrays = None
     if arrays is not None and (resident or arrays[0].numel() <= RESIDENT_BYTES):
         return Resident(*arrays, setup)
     if resident:
@@ -218,7 +223,6 @@ class Worker(Loader):
             collate_fn=_as_is,
             pin_memory=self.device.type == "cuda",
             persistent_workers=workers > 0,
-            prefetch_factor=4 if workers else None,
         )
 
     def __len__(self) -> int:

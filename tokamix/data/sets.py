@@ -1,8 +1,8 @@
 """Data sets with random access: what `[i]` and `arrays()` give, whatever the pictures come from."""
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -70,29 +70,14 @@ class FileSet(Dataset):
     """Picture files, decoded when they are asked for."""
 
     def __init__(self, files: Sequence[Path], labels: Sequence[int], classes: Sequence[str]) -> None:
-        self.files = [str(file) for file in files]  # a million Path objects would weigh ten times as much
+        # one array: a list of a million objects would be copied into each worker, touch by touch
+        self.files = np.array([os.fsencode(file) for file in files], dtype=np.bytes_)
         super().__init__(labels, classes)
 
     def picture(self, i: int, at_least: int | None = None) -> Image.Image:
         """Picture i, decoded."""
-        return decode(Path(self.files[i]), at_least=at_least)
+        return decode(Path(self.name_of(i)), at_least=at_least)
 
     def name_of(self, i: int) -> str:
         """Its path."""
-        return self.files[i]
-
-
-class LazySet(Dataset):
-    """Pictures that a function makes from their index: torchvision's data sets, for example."""
-
-    def __init__(self, make: Callable[[int], Any], labels: Sequence[int], classes: Sequence[str]) -> None:
-        self.make = make
-        super().__init__(labels, classes)
-
-    def picture(self, i: int, at_least: int | None = None) -> Picture:
-        """Picture i."""
-        try:
-            made = self.make(i)
-        except OSError as error:
-            raise DataError(f"{self.name_of(i)} cannot be decoded: {str(error).splitlines()[0]}") from None
-        return made if isinstance(made, Tensor) else made.convert("RGB")
+        return os.fsdecode(self.files[i])

@@ -88,7 +88,7 @@ class Shapes(Dataset):
 
 
 def _box(mask: np.ndarray) -> list[int]:
-    rows, columns = mask.any(1).nonzero()[0], mask.any(0).nonzero()[0]
+    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
     return [columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]
 
 

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from tokamix.data.decode import EXTENSIONS, DataError, decode
 from tokamix.data.keyed import generator
-from tokamix.data.sets import ArraySet, Dataset, FileSet, LazySet
+from tokamix.data.sets import ArraySet, Dataset, FileSet
 from tokamix.data.streams import HubSplit, Stream, TarShards, expand
 
 TRAIN_NAMES, VAL_NAMES = ("train", "training"), ("val", "valid", "validation", "test", "testing")
+ARRAY_BYTES = 4 << 30  # larger packs are decoded picture by picture
 HELD_OUT = 0.2  # of each class, where nothing says what is for validation
 
 
@@ -183,25 +184,24 @@ class Pack(Dataset):
         return f"picture {i} of {self.name}"
 
     def arrays(self) -> tuple[Tensor, Tensor] | None:
-        """All pictures, if they have one size."""
+        """All pictures, decoded once, if they have one size and are not too many to keep."""
         if not self._tried:
-            self._tried = True
-            side = self.picture(0).size
-            sizes: set[tuple[int, int]] = set()
-
-            def one(i: int) -> np.ndarray | None:
-                picture = self.picture(i)
-                sizes.add(picture.size)
-                return np.asarray(picture) if picture.size == side else None
-
-            with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-                out = torch.empty(len(self), 3, side[1], side[0], dtype=torch.uint8)
-                for i, pixels in enumerate(pool.map(one, range(len(self)), chunksize=64)):
-                    if pixels is None:
-                        return None
-                    out[i] = torch.from_numpy(pixels).permute(2, 0, 1)
-            self._arrays = out, self.labels
+            images, self._tried = self._decoded(), True
+            self._arrays = None if images is None else (images, self.labels)
         return self._arrays
+
+    def _decoded(self) -> Tensor | None:
+        width, height = self.picture(0).size
+        if 3 * width * height * len(self) > ARRAY_BYTES:
+            return None
+        images = torch.empty(len(self), 3, height, width, dtype=torch.uint8)
+        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+            for block in torch.arange(len(self)).split(1024):
+                pixels = [np.asarray(picture) for picture in pool.map(self.picture, block.tolist())]
+                if any(p.shape[:2] != (height, width) for p in pixels):
+                    return None
+                images[block] = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
+        return images
 
 
 def _read_pack(path: Path) -> Pack:
@@ -286,16 +286,16 @@ def _open_hub(source: str, seed: int) -> tuple[Stream, Stream]:
     return part(train), part(val)
 
 
-# torchvision's class, and its arguments for training and for validation
-TORCHVISION: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+# torchvision's class, and its arguments for training and for validation; several for one part are joined
+TORCHVISION: dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = {
     name.lower(): (name, train, val)
     for names, train, val in (
-        (("CIFAR10", "CIFAR100", "MNIST", "FashionMNIST"), {"train": True}, {"train": False}),
-        (("Flowers102",), {"split": "train"}, {"split": "val"}),
-        (("StanfordCars", "Food101", "SVHN", "STL10", "GTSRB"), {"split": "train"}, {"split": "test"}),
-        (("OxfordIIITPet",), {"split": "trainval"}, {"split": "test"}),
-        (("ImageNet",), {"split": "train"}, {"split": "val"}),
-        (("Imagenette",), {"split": "train"}, {"split": "val"}),
+        (("CIFAR10", "CIFAR100", "MNIST", "FashionMNIST"), [{"train": True}], [{"train": False}]),
+        # papers on transfer train on both small parts and report the large one
+        (("Flowers102",), [{"split": "train"}, {"split": "val"}], [{"split": "test"}]),
+        (("Food101", "GTSRB", "STL10", "SVHN", "StanfordCars"), [{"split": "train"}], [{"split": "test"}]),
+        (("OxfordIIITPet",), [{"split": "trainval"}], [{"split": "test"}]),
+        (("ImageNet", "Imagenette"), [{"split": "train"}], [{"split": "val"}]),
     )
     for name in names
 }
@@ -305,16 +305,18 @@ NOT_DOWNLOADABLE = ("ImageNet", "StanfordCars")
 def _open_torchvision(name: str, folder: str) -> tuple[Dataset, Dataset]:
     from torchvision import datasets
 
-    name, *arguments = TORCHVISION[name.lower()]
+    name, *parts = TORCHVISION[name.lower()]
+    make = getattr(datasets, name)
     root = Path(folder).expanduser() if folder else data_folder()
-    parts = []
-    for part in arguments:
+
+    def load(arguments: dict[str, Any]) -> Any:
         try:
-            made = getattr(datasets, name)(root, **part)
-        except (RuntimeError, FileNotFoundError, OSError):
-            made = _download(getattr(datasets, name), name, root, part)
-        parts.append(_from_torchvision(made))
-    return parts[0], parts[1]
+            return make(root, **arguments)
+        except (RuntimeError, OSError):  # it is not there
+            return _download(make, name, root, arguments)
+
+    train, val = (_from_torchvision([load(arguments) for arguments in part]) for part in parts)
+    return train, val
 
 
 def _download(make: Callable[..., Any], name: str, root: Path, part: dict[str, Any]) -> Any:
@@ -328,17 +330,29 @@ def _download(make: Callable[..., Any], name: str, root: Path, part: dict[str, A
         raise DataError(f"{where} (downloading failed: {reason})") from None
 
 
-def _from_torchvision(made: Any) -> Dataset:
-    labels = next(getattr(made, name) for name in ("targets", "labels", "_labels", "_samples") if hasattr(made, name))
-    labels = [label[1] if isinstance(label, tuple) else int(label) for label in labels]
-    names = getattr(made, "classes", None) or [str(i) for i in range(1 + max(labels))]
+def _from_torchvision(parts: list[Any]) -> Dataset:
+    """Our kind of data set from what torchvision's hold: an array of pixels, or the paths of files."""
+
+    def held(part: Any, *names: str) -> Any:
+        return next((getattr(part, name) for name in names if getattr(part, name, None) is not None), None)
+
+    files: list[Any] = []
+    labels: list[int] = []
+    for part in parts:
+        samples = held(part, "samples", "_samples")  # (path, label)
+        if samples:
+            files += [path for path, _ in samples]
+            labels += [label for _, label in samples]
+        else:
+            files += held(part, "_image_files", "_images") or []
+            labels += [int(label) for label in held(part, "targets", "labels", "_labels")]
+    names = held(parts[0], "classes") or [str(i) for i in range(1 + max(labels))]
     classes = [name if isinstance(name, str) else name[0] for name in names]
-    data = getattr(made, "data", None)
-    if data is not None:
-        images = torch.as_tensor(data)
-        images = images[:, None] if images.ndim == 3 else images
-        return ArraySet(images.permute(0, 3, 1, 2) if images.shape[-1] == 3 else images, labels, classes)
-    return LazySet(lambda i: made[i][0], labels, classes)
+    if files:
+        return FileSet(files, labels, classes)
+    images = torch.cat([torch.as_tensor(part.data) for part in parts])
+    images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2) if images.shape[-1] == 3 else images
+    return ArraySet(images, labels, classes)
 
 
 OPENERS: dict[str, Callable[[str, int], tuple[Any, Any]]] = {

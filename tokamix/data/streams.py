@@ -132,21 +132,26 @@ class TarShards(Stream):
                 raise DataError(
                     f"{remote[0]} cannot be searched from afar: put sizes.json and classes.txt beside the shards"
                 )
-            labels = [[item.label for item in self.items(url)] for url in urls]
+            labels = [[item.label for item in self.items(url, peek=True)] for url in urls]
             counts = [len(part) for part in labels]
             names = names or "\n".join(map(str, range(1 + max(itertools.chain([0], *labels)))))
         filled = [(url, count) for url, count in zip(urls, counts, strict=True) if count]
         super().__init__([u for u, _ in filled], sum(counts), names.split("\n"), [c for _, c in filled])
 
-    def items(self, shard: str) -> Iterator[Item]:
-        """The pictures of one tar file."""
+    def items(self, shard: str, peek: bool = False) -> Iterator[Item]:
+        """The pictures of one tar file; with `peek` their names and labels alone, without reading the rest."""
         try:
-            with _open(shard) as file, tarfile.open(fileobj=file, mode="r|*") as tar:
-                members = ((m.name, tar.extractfile(m).read()) for m in tar if m.isfile())  # type: ignore[union-attr]
+            with _open(shard) as file, tarfile.open(fileobj=file, mode="r:*" if peek else "r|*") as tar:
+                members = ((m.name, _content(tar, m, peek)) for m in tar if m.isfile())
                 for stem, group in itertools.groupby(members, lambda member: _split(member[0])[0]):
                     yield _item(f"{shard}:{stem}", {_split(name)[1]: content for name, content in group})
         except (tarfile.TarError, EOFError, OSError) as error:
             raise DataError(f"{shard} is corrupt, truncated or no tar file: {error}") from None
+
+
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo, peek: bool) -> bytes:
+    file = None if peek and member.name.lower().endswith(EXTENSIONS) else tar.extractfile(member)
+    return file.read() if file else b""
 
 
 def _split(name: str) -> tuple[str, str]:
