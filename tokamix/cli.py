@@ -1,7 +1,11 @@
 """The `tokamix` command."""
 
+import contextlib
+import logging
+import os
 import platform
 import time
+from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
@@ -10,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
@@ -162,6 +167,125 @@ def bench(
     for name in chosen:
         path = run(name, output, device, only, lambda line: print(line, flush=True))
         print(f"wrote {path}", flush=True)
+
+
+@app.command()
+def train(
+    data: Annotated[str, typer.Option(help="a folder, .npz files, digits, shapes, CIFAR100, hf:user/name, wds:...tar")],
+    model: Annotated[
+        str | None, typer.Option(help="a model of `tokamix models` or timm; default: the recipe's")
+    ] = None,
+    recipe: Annotated[str, typer.Option(help="a name of `tokamix recipes`, or a YAML file")] = "small",
+    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value replaces a value of the recipe")] = None,
+    output: Annotated[Path, typer.Option(help="the run's folder")] = Path("runs/last"),
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(help="weights to start from, of any classes, channels and size: a file, a run, hf-hub:user/name"),
+    ] = None,
+    pretrained: Annotated[bool, typer.Option("--pretrained", help="start from timm's pretrained weights")] = False,
+    resume: Annotated[bool, typer.Option(help="go on with the run in the folder, or start over")] = True,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one")] = None,
+    workers: Annotated[int, typer.Option(help="processes that decode images")] = min(8, os.cpu_count() or 1),
+    save_every: Annotated[int | None, typer.Option(help="steps between saved states; default: by the clock")] = None,
+    log_every: Annotated[int, typer.Option(help="steps between lines of metrics.jsonl")] = 50,
+    skip_nan: Annotated[int, typer.Option(help="leave out so many steps whose loss is not finite")] = 0,
+    fsdp: Annotated[bool, typer.Option("--fsdp", help="shard the model over the processes (FSDP2)")] = False,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="the same bits on a GPU too; slower")] = False,
+    wandb: Annotated[str | None, typer.Option(help="a project of Weights & Biases to report to")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="print nothing but errors")] = False,
+) -> None:
+    """Train a model; the same command goes on after a stop.
+
+    On many GPUs: torchrun --nproc-per-node 8 -m tokamix.cli train ...
+    """
+    with _plain_errors():
+        from tokamix.train import train as run
+
+        result = run(
+            model,
+            data,
+            recipe,
+            output,
+            overrides=set_ or (),
+            checkpoint=checkpoint,
+            pretrained=pretrained,
+            resume=resume,
+            device=device,
+            workers=workers,
+            save_every=save_every,
+            log_every=log_every,
+            skip_nan=skip_nan,
+            fsdp=fsdp,
+            deterministic=deterministic,
+            wandb=wandb,
+            quiet=quiet,
+        )
+        if not quiet and os.environ.get("RANK", "0") == "0":
+            console.print(
+                f"best top-1 {result.top1:.2f} % in epoch {result.best['epoch'] + 1}; everything is in {output}"
+            )
+
+
+@app.command(name="eval")
+def eval_(
+    source: Annotated[str, typer.Argument(help="a run's folder, a checkpoint file, or a pretrained model's name")],
+    data: Annotated[str, typer.Option(help="the data, as for `tokamix train`; its validation part is used")],
+    model: Annotated[str | None, typer.Option(help="the model's name, for a checkpoint file")] = None,
+    image_size: Annotated[int | None, typer.Option(help="side in pixels; default: the model's own")] = None,
+    batch_size: Annotated[int, typer.Option(help="images of one forward pass")] = 128,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one")] = None,
+    workers: Annotated[int, typer.Option(help="processes that decode images")] = min(8, os.cpu_count() or 1),
+) -> None:
+    """Measure the accuracy of a run, a checkpoint or a pretrained model."""
+    with _plain_errors():
+        from tokamix.evaluate import evaluate
+
+        found = evaluate(
+            source,
+            data,
+            model=model,
+            image_size=image_size,
+            batch_size=batch_size,
+            device=device,
+            workers=workers,
+        )
+        console.print(f"top-1 {found['top1']:.2f} %  top-5 {found['top5']:.2f} %  loss {found['loss']:.4f}")
+
+
+@app.command()
+def recipes(name: Annotated[str, typer.Argument(help="show all values of this one")] = "") -> None:
+    """List the recipes with what they were taken from, or show one as the file that would hold it."""
+    with _plain_errors():
+        from tokamix.recipes import list_recipes, load_recipe
+
+        if name:
+            print(load_recipe(name).to_yaml(), end="")
+            return
+        table = Table(box=None, header_style="bold")
+        table.add_column("recipe", no_wrap=True)
+        table.add_column("model", no_wrap=True)
+        for title in ("px", "epochs", "top-1"):
+            table.add_column(title, justify="right")
+        table.add_column("source")
+        for each in map(load_recipe, list_recipes()):
+            top1 = "" if each.top1 is None else f"{each.top1:g}"
+            table.add_row(each.name, each.model or "", str(each.image_size), str(each.epochs), top1, each.source)
+        console.print(table)
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """What a user can cure is said in a sentence; what only we can keeps its traceback."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        if os.environ.get("TOKAMIX_TRACEBACK"):
+            raise
+        raise typer.Exit(1) from None
 
 
 def _extras() -> dict[str, list[str]]:

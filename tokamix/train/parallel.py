@@ -1,0 +1,76 @@
+"""One process or many: Accelerate over torch.distributed, DDP and FSDP2."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tokamix.recipes import Recipe
+from tokamix.train.optim import make_optimizer
+
+try:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+except ImportError as error:
+    raise ImportError("training needs Accelerate: pip install 'tokamix[train]'") from error
+
+
+def make_accelerator(precision: str, device: str | None = None) -> Accelerator:
+    """This process's place among those that torchrun or `accelerate launch` started; alone otherwise."""
+    # Accelerate keeps one setting for the whole process, but a process may train several models
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    cpu = device == "cpu" or (device is None and not (torch.cuda.is_available() or torch.backends.mps.is_available()))
+    if precision == "fp16" and cpu:
+        raise ValueError("fp16 needs a GPU; on the CPU train with --set precision=fp32 or precision=bf16")
+    return Accelerator(mixed_precision={"fp32": "no"}.get(precision, precision), cpu=cpu)
+
+
+def distribute(
+    accelerator: Accelerator, model: nn.Module, recipe: Recipe, fsdp: bool
+) -> tuple[nn.Module, nn.Module, Any]:
+    """A model ready to be trained: wrapped for its forward pass in training, the module itself, and its optimizer."""
+    device = accelerator.device
+    model.to(device)
+    if recipe.channels_last:
+        model.to(memory_format=torch.channels_last)
+    if recipe.grad_checkpointing:
+        model.set_grad_checkpointing(True)  # type: ignore[operator]
+    if fsdp and accelerator.num_processes > 1:
+        shard(model, device.type)
+        optimizer = accelerator.prepare_optimizer(make_optimizer(model, recipe, device))
+        # the module is distributed already; what is left is its precision
+        wrapped = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+    else:
+        wrapped, optimizer = accelerator.prepare(model, make_optimizer(model, recipe, device))
+    core = accelerator.unwrap_model(wrapped)
+    if recipe.compile:
+        core.compile(dynamic=False)  # in place: names stay, and training and evaluation share it
+    return wrapped, core, optimizer
+
+
+def shard(model: nn.Module, device_type: str) -> None:
+    """FSDP2 over all processes: every block of a model, which is what its lists and sequences hold, then the rest.
+
+    Weights are gathered for each forward pass and given back after it, also at the root: so that what an evaluation saw
+    is never left over for the next step.
+    """
+    mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    blocks = dict.fromkeys(child for module in lists for child in module if any(True for _ in child.children()))
+    for block in reversed(blocks):  # the inner ones first
+        if not isinstance(block, (nn.ModuleList, nn.ModuleDict)):
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
+def any_process(flag: bool, device: torch.device) -> bool:
+    """Whether the flag is set in any process; the same answer in each."""
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return flag
+    answer = torch.tensor(float(flag), device=device)
+    dist.all_reduce(answer, dist.ReduceOp.MAX)
+    return bool(answer.item())

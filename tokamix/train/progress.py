@@ -1,0 +1,70 @@
+"""What a terminal shows of a run while it goes."""
+
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class Display:
+    """A bar with time left, speed, loss, accuracy and memory; plain lines, one an epoch, where there is no terminal."""
+
+    def __init__(self, title: str, epochs: int, steps: int, update: int, silent: bool = False) -> None:
+        self.console = Console(quiet=silent)
+        self.epochs, self.steps = epochs, steps
+        self.text = ""
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[text]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            console=self.console,
+            refresh_per_second=4,
+            disable=silent or not self.console.is_terminal,
+        )
+        if update:
+            self.console.print(f"{title}: going on after step {update} of {epochs * steps}", highlight=False)
+        else:
+            self.console.print(f"{title}: {epochs} epochs of {steps} steps", highlight=False)
+        self.task = self.bar.add_task("", total=epochs * steps, completed=update, text="")
+
+    def __enter__(self) -> Self:
+        self.bar.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.__exit__(kind, error, trace)
+
+    def step(self, update: int) -> None:
+        """Move the bar."""
+        self.bar.update(self.task, completed=update)
+
+    def report(self, row: dict[str, Any]) -> None:
+        """Show the numbers of the last steps."""
+        parts = [f"loss {row['loss']:.3f}", f"{row['images_per_second']:,.0f} img/s"]
+        if "memory_gb" in row:
+            parts.append(f"{row['memory_gb']:.1f} GB")
+        self.text = "  ".join(parts)
+        self.bar.update(self.task, description=f"epoch {row['epoch'] + 1}/{self.epochs}", text=self.text)
+
+    def epoch(self, row: dict[str, Any], best: bool) -> None:
+        """Print an epoch's line."""
+        averaged = f" (averaged {row['ema_top1']:.2f})" if "ema_top1" in row else ""
+        self.console.print(
+            f"epoch {row['epoch'] + 1:>{len(str(self.epochs))}}/{self.epochs}"
+            f"  train loss {row['train_loss']:.4f}  loss {row['loss']:.4f}"
+            + (f"  top-1 {row['top1']:6.2f}{averaged}" if "top1" in row else "")
+            + f"  {row['images_per_second']:,.0f} img/s  {row['seconds']:.1f} s"
+            + ("  best" if best else ""),
+            highlight=False,
+        )
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.console.print(text, highlight=False, markup=False)

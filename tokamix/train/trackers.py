@@ -1,0 +1,44 @@
+"""TensorBoard files, and Weights & Biases if asked for."""
+
+import contextlib
+import hashlib
+from pathlib import Path
+from typing import Any
+
+
+class Trackers:
+    """Sends the numbers of a run to those who draw them."""
+
+    def __init__(self, folder: Path, update: int, settings: dict[str, Any], wandb: str | None) -> None:
+        self.board: Any = None
+        self.wandb: Any = None
+        with contextlib.suppress(ImportError):  # an extra: metrics.jsonl holds the same numbers
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=update + 1 if update else None)
+        if wandb is not None:
+            try:
+                import wandb as client
+            except ImportError:
+                raise ValueError("Weights & Biases is not installed: pip install wandb, or leave --wandb out") from None
+            name = str(folder.resolve())
+            run_id = hashlib.sha256(name.encode()).hexdigest()[:12]  # the same folder goes on with the same run
+            self.wandb = client.init(project=wandb, name=folder.name, id=run_id, resume="allow", config=settings)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Send one line of metrics."""
+        where = {"train": "train", "epoch": "epoch"}[row["event"]]
+        skipped = ("event", "update", "step")
+        numbers = {f"{where}/{k}": v for k, v in row.items() if isinstance(v, (int, float)) and k not in skipped}
+        if self.board is not None:
+            for key, value in numbers.items():
+                self.board.add_scalar(key, value, row["update"])
+        if self.wandb is not None:
+            self.wandb.log({**numbers, "update": row["update"]})
+
+    def close(self) -> None:
+        """Bring everything to its place."""
+        if self.board is not None:
+            self.board.close()
+        if self.wandb is not None:
+            self.wandb.finish()
