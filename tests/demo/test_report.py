@@ -1,0 +1,155 @@
+"""The demo's page, made from invented numbers."""
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+from tokamix.demo.report import Course, Report, Result, amount, outside, render
+
+NAMES = ("softmax", "softmax_cb", "sima", "active_token", "super_token", "weight_mixing")
+
+
+def make_report(seeds: int = 1, **changes) -> Report:
+    results = [
+        Result(
+            key=name,
+            title=f"The mixer {name}",
+            how="by magic",
+            link="https://example.org/paper",
+            courses=tuple(Course((2.0, 0.5, 0.25), (40.0, 90.0, 95.0 + i / 2 + seed)) for seed in range(seeds)),
+            parameters=123_456 + i,
+            macs=8_760_000,
+            exps=98_304,
+            latency_ms=1.25 + i,
+            seconds=17.0 + i,
+            before=torch.rand(8, 8),
+            after=torch.rand(8, 8),
+        )
+        for i, name in enumerate(NAMES)
+    ]
+    values = {
+        "results": results,
+        "image": torch.rand(8, 8),
+        "label": "7",
+        "patch": (4, 4, 2),
+        "train_images": 1437,
+        "test_images": 360,
+        "epochs": 3,
+        "seeds": tuple(range(seeds)),
+        "body": "a small body",
+        "recipe": "digits",
+        "machine": "a CPU",
+        "date": "1 May 2030",
+        "docs": [("Training", "docs/training.md")],
+    }
+    return Report(**(values | changes))
+
+
+class Page(HTMLParser):
+    """Tags with their attributes; every tag must be closed by its own."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "link", "img"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag) -> None:
+        assert self.open.pop() == tag
+
+    def count(self, tag: str, **attributes: str) -> int:
+        return sum(name == tag and attributes.items() <= attrs.items() for name, attrs in self.tags)
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_page_needs_nothing_but_itself(seeds: int) -> None:
+    text = render(make_report(seeds))
+    page = Page(text)
+    assert not page.count("script")
+    assert not re.search(r"@import|url\(|srcset|<iframe|<object", text)
+    for tag, attributes in page.tags:
+        address = attributes.get("src") or (attributes.get("href") if tag != "a" else None)
+        assert address is None or address.startswith("data:"), (tag, attributes)
+    assert len(text) < 300_000
+
+
+def test_page_says_every_number() -> None:
+    text = render(make_report())
+    for i in range(6):
+        assert f"<td>{95 + i / 2:.1f}\u00a0%</td><td>123 k</td><td>8.76 M</td><td>98.3 k</td>" in text
+        assert f"<td>{1.25 + i:.1f} ms</td><td>{17 + i} s</td>" in text
+    for fact in ("1,437", "360", "3 epochs", "1.9 min", "seed 0", "a small body", "a CPU", "1 May 2030"):
+        assert fact in text
+    for name in NAMES:
+        assert f"The mixer {name}" in text
+    assert '<a href="docs/training.md">Training</a>' in text
+
+
+def test_pictures() -> None:
+    page = Page(render(make_report(seeds=3)))
+    assert page.count("svg") == 2
+    assert page.count("path", **{"class": "line"}) == page.count("path", **{"class": "band"}) == 12
+    assert page.count("img") == 1 + 2 * 6
+    for _, attributes in page.tags:
+        for x, y in re.findall(r"([-\d.]+) ([-\d.]+)", attributes.get("d") or ""):
+            assert 0 <= float(x) <= 400
+            assert 0 <= float(y) <= 270
+    assert not Page(render(make_report())).count("path", **{"class": "band"})
+
+
+def test_several_seeds_show_their_range() -> None:
+    assert "96.0\u00a0%<small>95.0 to 97.0</small>" in render(make_report(seeds=3))
+
+
+def test_what_counts_as_noise() -> None:
+    """Two standard errors of 96.25 % on 360 images."""
+    assert make_report().noise == pytest.approx(200 * (0.9625 * 0.0375 / 360) ** 0.5)
+    perfect = replace(make_report().results[0], courses=(Course((1.0,), (100.0,)),))
+    assert 0 < make_report(results=[perfect]).noise < 1
+
+
+@pytest.mark.parametrize("accuracy", [0.0, 50.0, 99.7, 100.0])
+def test_extreme_courses_are_drawn(accuracy: float) -> None:
+    course = Course((0.0,), (accuracy,))
+    text = render(make_report(results=[replace(make_report().results[0], courses=(course,))], epochs=1))
+    assert not re.search(r"\b(nan|inf)\b", text)
+
+
+def test_text_is_escaped() -> None:
+    evil = '<script>alert("x")</script> & $more'
+    report = make_report(label=evil, body=evil, recipe=evil, machine=evil, date=evil, docs=[(evil, f'"{evil}')])
+    report = replace(report, results=[replace(report.results[0], title=evil, how=evil, link=f'"{evil}', key='"x')])
+    text = render(report)
+    assert "<script" not in text
+    assert "&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt; &amp; $more" in text
+    assert not Page(text).count("script")
+
+
+def test_amounts() -> None:
+    assert [amount(n) for n in (0, 987, 1000, 12_345, 1_234_567, 9.87e9)] == [
+        "0",
+        "987",
+        "1 k",
+        "12.3 k",
+        "1.23 M",
+        "9.87 G",
+    ]
+
+
+def test_share_outside_the_patch() -> None:
+    field = torch.ones(8, 8)
+    assert outside(field, (4, 4, 2)) == pytest.approx(60 / 64)
+    field[4:6, 4:6] = 0
+    assert outside(field, (4, 4, 2)) == 1
