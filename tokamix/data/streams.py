@@ -92,8 +92,10 @@ class Stream:
         own = count % world == 0  # then the lanes of a rank are the same in each round
 
         def lane(i: int) -> Iterator[Item]:
-            endless = (item for shard in itertools.cycle(order[i::count]) for item in self._checked(shard))
-            return _shuffled(endless, BUFFER // count, random.Random(key(seed, epoch, "lane", i)))
+            draw = random.Random(key(seed, epoch, "lane", i))
+            while True:
+                items = itertools.chain.from_iterable(map(self._checked, order[i::count]))
+                yield from _shuffled(items, BUFFER // count, draw)
 
         lanes = {i: lane(i) for i in range(count) if not own or i % world == rank}
         for position in itertools.count():
@@ -105,11 +107,13 @@ class Stream:
 
 
 def _shuffled(items: Iterator[Item], size: int, draw: random.Random) -> Iterator[Item]:
-    buffer = list(itertools.islice(items, max(1, size)))
+    buffer = list(itertools.islice(items, size))
     for item in items:
-        i = draw.randrange(len(buffer))
-        buffer[i], item = item, buffer[i]
-        yield item
+        i = draw.randrange(size)
+        yield buffer[i]
+        buffer[i] = item
+    draw.shuffle(buffer)
+    yield from buffer
 
 
 class TarShards(Stream):
@@ -187,7 +191,7 @@ def _open(url: str) -> Any:
 
 def _sidecar(url: str, name: str) -> str | None:
     try:
-        with _open(re.sub(r"[^/]*$", name, url)) as file:
+        with _open(url.rpartition("/")[0] + "/" + name) as file:
             return file.read().decode().strip()
     except OSError:
         return None
