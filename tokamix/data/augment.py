@@ -88,7 +88,10 @@ class Augment:
         x = images.float()
         if "matrix" in table:
             fill = self.fill if isinstance(self.policy, RandAugment) else None
-            x = _warped(x, table["matrix"], size, self.recipe.interpolation, fill)
+            # where a crop of middling size shrinks, several samples are averaged for each pixel
+            area = sum(self.recipe.crop_scale) / 2 if self.recipe.crop_scale else 1
+            times = max(1, round(min(x.shape[-2:]) * math.sqrt(area) / size))
+            x = _warped(x, table["matrix"], size, self.recipe.interpolation, fill, times)
         layers: dict[str, Table] = {}
         for name, values in table.items():
             index, dot, number = name.partition(".")
@@ -294,14 +297,10 @@ def _shifted(images: Tensor, shift: Tensor, padding: int, flip: Tensor | None) -
     return images[batch, channels, rows, columns] * inside[:, None]
 
 
-def _warped(x: Tensor, matrix: Tensor, size: int, interpolation: str, fill: Tensor | None) -> Tensor:
-    """Sample images at the places that `matrix` (B, 2, 3) maps the output's pixels to.
-
-    Where an image shrinks, several samples are averaged for each pixel, since one would miss what lies between.
-    """
-    times = max(1, min(x.shape[-2:]) // size)
+def _warped(x: Tensor, matrix: Tensor, size: int, mode: str, fill: Tensor | None, times: int = 1) -> Tensor:
+    """Sample images at the places that `matrix` (B, 2, 3) maps the output's pixels to, several times each way."""
     grid = F.affine_grid(matrix, [len(x), x.shape[1], size * times, size * times], align_corners=False)
-    out = F.grid_sample(x, grid, interpolation, padding_mode="border", align_corners=False)
+    out = F.grid_sample(x, grid, mode, padding_mode="border", align_corners=False)
     if fill is not None:
         out = torch.where((grid.abs() <= 1).all(-1)[:, None], out, fill)
     if times > 1:

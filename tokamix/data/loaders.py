@@ -10,10 +10,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, get_worker_info
@@ -395,12 +397,25 @@ def _transform(recipe: "Recipe", train: bool, mean: Sequence[float]) -> Any:
         use_prefetcher=True,
         separate=True,
     )
+    _allow_black(second)
     if recipe.crop_scale is None:
         resize = transforms.Resize(math.floor(size / crop), InterpolationMode(recipe.interpolation))
         cut = transforms.RandomCrop(size, padding=recipe.crop_padding) if recipe.crop_padding else []
         first = [resize, transforms.CenterCrop(size), *([cut] if cut else [])]
         first = transforms.Compose([*first, transforms.RandomHorizontalFlip(recipe.hflip)])
     return transforms.Compose([first, second, last])
+
+
+def _allow_black(policies: Any) -> None:
+    """Let timm's Posterize keep 0 bits, which its levels ask for and Pillow 13 refuses: the image becomes black."""
+    for policy in policies.transforms:
+        groups = getattr(policy, "policy", None) or [getattr(policy, "ops", [])]
+        for op in (op for group in groups for op in group if op.name.startswith("Posterize")):
+            op.aug_fn = partial(_posterize, op.aug_fn)
+
+
+def _posterize(posterize: Any, image: Image.Image, bits: int, **kwargs: Any) -> Image.Image:
+    return posterize(image, bits, **kwargs) if bits > 0 else Image.new(image.mode, image.size)
 
 
 def _recoded(images: Tensor, channels: int) -> Tensor:
