@@ -209,10 +209,10 @@ class Engine:
         self.epoch, self.step, self.sums, self.counted, self.seconds = self.epoch + 1, 0, {}, 0, 0.0
         self.finished = self.epoch == self.recipe.epochs
         due = self._save_is_due() or self.finished
-        if due or self.options.save_every:
-            self.save()
         if due and self.main:
             self.present(self.best)
+        if due or self.options.save_every:
+            self.save()  # last of all: a run that calls itself finished has everything in its folder
 
     def _save_is_due(self) -> bool:
         """By the clock of any process, unless the steps decide."""

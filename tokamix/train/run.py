@@ -113,7 +113,7 @@ def train(
         config = data_config(network, recipe, channels)
         described = timm_config(network, arguments, config, opened.classes)
         folder = RunFolder(output)
-        settings = {"model": described["architecture"], "data": opened.name, **recipe.to_dict()}
+        settings = {**recipe.to_dict(), "model": described["architecture"], "data": opened.name}
         state = _saved_state(folder, settings, resume)
 
         loaders = _loaders(opened, recipe, config, accelerator, workers)

@@ -18,6 +18,7 @@ from tokamix.train.files import write_tensors
 
 Tensors = dict[str, Tensor]
 FORMAT = 1
+GROUP = "group "  # some optimizers keep a tensor for a group of parameters; no parameter's name has a space
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -56,23 +57,32 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module) -> tuple[Tensors, di
                 tensors[f"{name}/{key}"] = whole(value)
             else:
                 numbers.setdefault(name, {})[key] = value
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
+    groups: list[dict[str, Any]] = []
+    for index, group in enumerate(state["param_groups"]):
+        groups.append({k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)})
+        tensors |= {f"{GROUP}{index}/{k}": whole(v) for k, v in group.items() if isinstance(v, Tensor)}
     return tensors, {"numbers": numbers, "groups": groups}
 
 
+@torch.no_grad()
 def load_optimizer(optimizer: Optimizer, model: nn.Module, tensors: Tensors, rest: Mapping[str, Any]) -> None:
     """Bring an optimizer to the state that `optimizer_state` saw."""
     parameters = dict(model.named_parameters())
     per_parameter: dict[str, dict[str, Any]] = {name: dict(values) for name, values in rest["numbers"].items()}
+    groups = [dict(group) for group in rest["groups"]]
     for path, tensor in tensors.items():
         name, _, key = path.rpartition("/")
+        if name.startswith(GROUP):
+            groups[int(name.removeprefix(GROUP))][key] = tensor
+            continue
         like = parameters[name]
-        value = shard_like(tensor, like) if tensor.shape == like.shape else tensor
-        per_parameter.setdefault(name, {})[key] = value
+        if tensor.shape == like.shape:  # in the parameter's memory order too: sums over it depend on that
+            tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(shard_like(tensor, like))
+        per_parameter.setdefault(name, {})[key] = tensor
     state = optimizer.state_dict()
     names = _names(optimizer, model)
     state["state"] = {i: per_parameter[name] for i, name in enumerate(names) if name in per_parameter}
-    for group, saved in zip(state["param_groups"], rest["groups"], strict=True):
+    for group, saved in zip(state["param_groups"], groups, strict=True):
         group |= {key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}
     optimizer.load_state_dict(state)
 

@@ -1,0 +1,11 @@
+"""Fixtures of the training tests."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than a tiny run; one test draws for real."""
+    monkeypatch.setattr("tokamix.train.run_folder.draw_curves", lambda rows, path: Path(path).write_bytes(b"drawn"))

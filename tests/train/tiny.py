@@ -1,0 +1,65 @@
+"""A run of a second: a few learnable images, a tiny model, a recipe."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from tokamix.data import ArraySet, ImageData
+from tokamix.recipes import Recipe
+from tokamix.train import RunResult, train
+
+TINY = Recipe(
+    name="tiny",
+    model="columnar_tiny_softmax",
+    model_kwargs={"patch_size": 4, "dim": 16, "depth": 2, "num_heads": 2, "mlp_ratio": 2},
+    image_size=8,
+    epochs=3,
+    batch_size=16,
+    lr=5e-3,
+    warmup_epochs=1,
+    crop_scale=None,
+    crop_padding=1,
+)
+
+
+def tiny_data(classes: int = 4, train: int = 80, val: int = 37, channels: int = 3, seed: int = 0) -> ImageData:
+    """Noise over one bright quarter that tells the class."""
+
+    def part(count: int, shift: int) -> ArraySet:
+        draw = torch.Generator().manual_seed(seed + shift)
+        labels = torch.arange(count) % classes
+        images = torch.randint(0, 120, (count, channels, 8, 8), generator=draw, dtype=torch.uint8)
+        for image, label in zip(images, labels.tolist(), strict=True):
+            y, x = divmod(label, 2)
+            image[:, 4 * y : 4 * y + 4, 4 * x : 4 * x + 4] += 110
+        return ArraySet(images, labels, [f"class {i}" for i in range(classes)])
+
+    return ImageData("tiny", part(train, 0), part(val, 1), tuple(f"class {i}" for i in range(classes)))
+
+
+def run(output: Path, data: ImageData | None = None, **settings: Any) -> RunResult:
+    """Train the tiny model; settings of the recipe and arguments of `train` may both be given."""
+    recipe = {key: value for key, value in settings.items() if key in TINY.to_dict()}
+    others = {key: value for key, value in settings.items() if key not in recipe}
+    model = others.pop("network", None)
+    return train(
+        model, data or tiny_data(), replace(TINY, **recipe), output, **{"quiet": True, "device": "cpu", **others}
+    )
+
+
+def state_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a run: its state, and its best and last weights."""
+    files = {"state": folder / "state" / "state.safetensors"}
+    files |= {name: folder / f"{name}.safetensors" for name in ("model", "last")}
+    return {f"{kind}/{name}": tensor for kind, file in files.items() for name, tensor in load_file(file).items()}
+
+
+def assert_same_bits(first: Path, second: Path) -> None:
+    """Two runs ended with the same weights, averages and optimizer states, to the last bit."""
+    one, two = state_of(first), state_of(second)
+    assert one.keys() == two.keys()
+    for name in one:
+        assert torch.equal(one[name], two[name]), f"{name} differs by {(one[name] - two[name]).abs().max()}"
