@@ -223,6 +223,7 @@ class Worker(Loader):
             sampler=self.batches,
             num_workers=workers,
             collate_fn=_as_is,
+            generator=torch.Generator(),  # or it would draw a number from the training loop's
             pin_memory=self.device.type == "cuda",
             persistent_workers=workers > 0,
         )
@@ -437,8 +438,8 @@ def _fitted(images: Tensor, size: int, crop: float, interpolation: str) -> Tenso
     if (height, width) == (size, size) and side == size:
         return images
     short = min(height, width)
-    target = (round(height * side / short), round(width * side / short))
-    top, left = (target[0] - size) // 2, (target[1] - size) // 2
+    target = (int(height * side / short), int(width * side / short))
+    top, left = (round((length - size) / 2) for length in target)  # all as torchvision rounds
     parts = []
     for part in images.split(4096):
         smooth = interpolation != "nearest"
