@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+MAGIC = {b"\xff\xd8": ("JPEG",), b"\x89PNG": ("PNG",), b"RIFF": ("WEBP",)}  # spares trying one format after the other
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 
@@ -29,7 +30,7 @@ def decode(source: Path | bytes, name: str = "", at_least: int | None = None) ->
     """
     name = name or (str(source) if isinstance(source, Path) else "a picture")
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        with _open(source) as image:
             if at_least is not None:
                 image.draft(None, (at_least, at_least))
             image.load()
@@ -49,6 +50,12 @@ def decode(source: Path | bytes, name: str = "", at_least: int | None = None) ->
     except Exception as error:  # decoders raise nearly anything on corrupt input
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(f"{name} is corrupt or truncated: {reason}") from None
+
+
+def _open(source: Path | bytes) -> Image.Image:
+    if isinstance(source, Path):
+        return Image.open(source)
+    return Image.open(io.BytesIO(source), formats=next((f for m, f in MAGIC.items() if source.startswith(m)), None))
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -1,0 +1,115 @@
+"""What feeding costs: python benchmarks/data.py [workers].
+
+1. A ViT-S (patch 4, 32 px, batch 1024) trained from a set that lives on the GPU, against the same steps on one batch
+that never changes: the difference is the pipeline's share of the step. 2. Folders of JPEGs at 224 px through workers,
+beside timm's own loader with the same transforms.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import chain, count, islice
+from pathlib import Path
+
+import timm
+import torch
+from PIL import Image
+from timm.data import ImageDataset, create_loader
+from torch.nn.functional import cross_entropy
+
+from tokamix.data import ArraySet, make_loader, mix, open_data
+from tokamix.recipes import Recipe
+
+STRONG = {"augment": "rand-m9-mstd0.5-inc1", "random_erasing": 0.25}
+SMALL = {
+    "crop and flip": {"crop_scale": None, "crop_padding": 4},
+    "resized crop, RandAugment, erasing": STRONG,
+    "3-augment, jitter": {"augment": "3-augment", "color_jitter": 0.3},
+}
+
+
+def seconds(step, batches: Iterator, steps: int) -> float:
+    """Of one step, in the steady state."""
+    for batch in islice(batches, 10):
+        step(*batch)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for batch in islice(batches, steps):
+        step(*batch)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / steps
+
+
+def resident(batch: int = 1024, steps: int = 60) -> None:
+    draw = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (50_000, 3, 32, 32), dtype=torch.uint8, generator=draw)
+    data = ArraySet(images, torch.randint(100, (50_000,), generator=draw), [str(i) for i in range(100)])
+    model = timm.create_model("vit_small_patch16_224", img_size=32, patch_size=4, num_classes=100).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    compiled = torch.compile(model)
+
+    def step(images: torch.Tensor, targets: torch.Tensor) -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = cross_entropy(compiled(images), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for name, values in SMALL.items():
+        recipe = Recipe(name=name, image_size=32, batch_size=batch, mixup=0.8, cutmix=1.0, **values)
+        loader = make_loader(data, recipe, train=True, batch_size=batch, device="cuda")
+        fed = chain.from_iterable(loader.epoch(epoch) for epoch in count())
+        mixed = (mix(*pair, recipe, 100, (0, i)) for i, pair in enumerate(fed))
+        one = next(mixed)
+        still = seconds(step, (one for _ in count()), steps)
+        trained = seconds(step, mixed, steps)
+        alone = seconds(lambda *_: None, mixed, steps)
+        share = (trained - still) / trained
+        print(
+            f"{name:36} step {still * 1e3:6.2f} ms, fed {trained * 1e3:6.2f} ms: {share:6.1%};"
+            f" pipeline alone {alone * 1e3:5.2f} ms = {alone / still:.1%}"
+        )
+
+
+def folders(workers: int, batch: int = 256, pictures: int = 4096) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        for i in range(pictures):
+            folder = Path(root) / str(i % 8)
+            folder.mkdir(exist_ok=True)
+            if i < 64:
+                coarse = torch.randint(256, (60, 80, 3), dtype=torch.uint8).numpy()
+                picture = Image.fromarray(coarse).resize((500, 375), Image.Resampling.BICUBIC)
+                picture.save(folder / f"{i}.jpg", quality=92)
+            else:
+                (folder / f"{i}.jpg").write_bytes((Path(root) / str(i % 8) / f"{i % 64}.jpg").read_bytes())
+        recipe = Recipe(name="folder", batch_size=batch, **STRONG)
+        ours = make_loader(open_data(root).train, recipe, train=True, batch_size=batch, device="cuda", workers=workers)
+        theirs = create_loader(
+            ImageDataset(root),
+            (3, 224, 224),
+            batch,
+            is_training=True,
+            re_prob=0.25,
+            re_mode="pixel",
+            auto_augment=STRONG["augment"],
+            color_jitter=None,
+            interpolation="bicubic",
+            num_workers=workers,
+            pin_memory=True,
+        )
+        for _ in range(2):  # each in turn, twice
+            for name, epoch in (("tokamix", lambda: ours.epoch(0)), ("timm", lambda: iter(theirs))):
+                start, seen = time.perf_counter(), 0
+                for step, (images, _) in enumerate(epoch()):
+                    if step == 2:
+                        torch.cuda.synchronize()
+                        start, seen = time.perf_counter(), 0
+                    seen += len(images)
+                torch.cuda.synchronize()
+                print(f"{name:8} {seen / (time.perf_counter() - start):8.0f} images/s with {workers} workers")
+
+
+if __name__ == "__main__":
+    resident()
+    folders(int(sys.argv[1]) if len(sys.argv) > 1 else 16)
