@@ -6,7 +6,9 @@ Writes FOLDER/models.csv, as `tokamix bench --suite models` does.
 
 import contextlib
 import csv
+import itertools
 import os
+import queue
 import re
 import sys
 import threading
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import torch.multiprocessing as mp
 
-PATIENCE = 200  # seconds after which those that have compiled are timed, whether or not the others have
+PATIENCE = 280  # seconds after which those that have compiled are timed, whether or not the others have
 
 
 def work(label: str, barrier: mp.Barrier, turn: mp.Lock, rows: mp.Queue) -> None:
@@ -49,21 +51,27 @@ def main() -> None:
 
     folder, only = Path(sys.argv[1]), (sys.argv[2:] or [""])[0]
     labels = [label for label, _ in SUITES["models"]("cuda") if re.search(only, label)]
+    found: dict[str, dict | str] = {}
+    for _, together in itertools.groupby(labels, key=lambda label: label.split()[-1]):
+        measure(list(together), labels, found, folder)
+
+
+def measure(together: list[str], labels: list[str], found: dict[str, dict | str], folder: Path) -> None:
+    """Measure those of one compilation mode, adding to `found` and to the file row by row."""
     context = mp.get_context("spawn")
-    barrier, turn, rows = context.Barrier(len(labels)), context.Lock(), context.Queue()
+    barrier, turn, rows = context.Barrier(len(together)), context.Lock(), context.Queue()
     start = time.perf_counter()
-    workers = [context.Process(target=work, args=(label, barrier, turn, rows), daemon=True) for label in labels]
+    workers = [context.Process(target=work, args=(label, barrier, turn, rows), daemon=True) for label in together]
     for worker in workers:
         worker.start()
-    found = {}
-    while len(found) < len(labels) and any(w.is_alive() for w in workers):
+    while any(label not in found for label in together) and any(w.is_alive() for w in workers):
         try:
             label, row = rows.get(timeout=5)
-        except Exception:  # nothing yet
+        except queue.Empty:
             continue
         found[label] = row
         print(f"{time.perf_counter() - start:5.0f} s  {label}: {row}", flush=True)
-        measured = [found[name] for name in labels if isinstance(found.get(name), dict)]
+        measured = [row for name in labels if isinstance(row := found.get(name), dict)]
         if measured:
             with (folder / "models.csv").open("w", newline="") as file:
                 writer = csv.DictWriter(file, list(measured[0]))

@@ -1,12 +1,14 @@
 """Convolution and normalisation on token layout: channels last, no copy on the way in or out."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tokamix.ops import depthwise_conv, dispatch
 from tokamix.ops.precision import autocast_dtype
@@ -75,14 +77,32 @@ class DepthwiseConv(MapConv):
 
 
 class GELU(nn.GELU):
-    """GELU; compiled in half precision on a GPU, `near_gelu`."""
+    """GELU; compiled in half precision on a GPU, `near_gelu`, `recomputed`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """GELU of x."""
         fused = torch.compiler.is_compiling() and not dispatch.is_exporting()
         if fused and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
-            return near_gelu(x.float()).to(x.dtype)
+            return recomputed(lambda x: near_gelu(x.float()).to(x.dtype), x)
         return super().forward(x)
+
+
+class InputNorm(nn.LayerNorm):
+    """A LayerNorm that feeds a layer: its output has the type this layer computes in, and is `recomputed`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (..., C)."""
+        return recomputed(lambda x: nn.LayerNorm.forward(self, x).to(autocast_dtype(x)), x)
+
+
+def recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x), which the backward pass of a model compiled for a GPU computes again instead of keeping it.
+
+    For what is cheap to compute and read by a matrix product: there the compiler would keep input and output.
+    """
+    if torch.compiler.is_compiling() and torch.is_grad_enabled() and x.is_cuda and not dispatch.is_exporting():
+        return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
+    return function(x)
 
 
 def near_gelu(x: Tensor) -> Tensor:

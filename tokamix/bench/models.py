@@ -92,7 +92,8 @@ def measure(
             step()
             before_timing()
         milliseconds = median_ms(step, device, seconds)
-        peak = peak_gb(step) if device == "cuda" else float("nan")
+        # a replayed graph allocates nothing: its memory is that of the same model compiled without
+        peak = peak_gb(step) if device == "cuda" and compiled != "reduce-overhead" else float("nan")
     rate = batch / milliseconds * 1e3
     label = "bf16" if half is torch.bfloat16 else "fp32"
     return ModelRow(name, mode, size, batch, label, compiled, backend or "auto", rate, milliseconds, peak, error)

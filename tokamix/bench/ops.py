@@ -1,6 +1,7 @@
 """Milliseconds and memory of the mixers' operators, kernels beside plain PyTorch and softmax attention."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ class OpRow:
     forward_ms: float
     training_ms: float  # forward and backward
     graph_ms: float  # forward, replayed from a CUDA graph
+    training_graph_ms: float  # forward and backward, replayed from a CUDA graph
     peak_gb: float  # of forward and backward
     limit_ms: float  # fewest bytes of the forward pass, each tensor once, over BANDWIDTH
     error: float  # relative RMSE of the output against float32 without kernels
@@ -156,20 +158,26 @@ def measure(case: OpCase, backend: str, device: str = "cuda", seconds: float = 0
             error = _relative(out, exact)
             if not error <= 2 * plain + 1e-5:
                 raise RuntimeError(f"not timed, because it is wrong: off by {error:.1e}, plain PyTorch by {plain:.1e}")
-            forward = median_ms(lambda: module(*inputs), device, seconds)
-            graph = (
-                median_ms(lambda: module(*inputs), device, seconds, graph=True) if device == "cuda" else float("nan")
-            )
+            forward, graph = _called_and_in_graph(lambda: module(*inputs), device, seconds)
         seed = torch.randn_like(out)
         leaves = [*inputs, *(module.parameters() if isinstance(module, nn.Module) else ())]
 
         def train() -> None:
             torch.autograd.grad(module(*inputs), leaves, seed)
 
-        training = median_ms(train, device, seconds)
+        training, training_graph = _called_and_in_graph(train, device, seconds)
         peak = peak_gb(train) if device == "cuda" else float("nan")
     limit = sum(t.numel() * t.element_size() for t in [*inputs, out]) / BANDWIDTH * 1e3
-    return OpRow(case.op, case.case, case.tokens, backend, forward, training, graph, peak, limit, error)
+    label = (case.op, case.case, case.tokens, backend)
+    return OpRow(*label, forward, training, graph, training_graph, peak, limit, error)
+
+
+def _called_and_in_graph(run: Callable[[], object], device: str, seconds: float) -> tuple[float, float]:
+    called, graph = median_ms(run, device, seconds), float("nan")
+    if device == "cuda":
+        with suppress(RuntimeError):  # what synchronises inside, as some of PyTorch's own backwards do, has no graph
+            graph = median_ms(run, device, seconds, graph=True)
+    return called, graph
 
 
 def _relative(actual: Tensor, expected: Tensor) -> float:

@@ -38,12 +38,12 @@ Measurement = tuple[str, Callable[[], Any]]  # a label, and what gives the row
 
 
 def _models(device: str) -> Iterator[Measurement]:
-    for mode in ("infer", "train"):
-        for name, kwargs in (*OURS, *PEERS):
-            label = f"{name} {mode} 224"
-            yield label, partial(models.measure, name, mode, device=device, **kwargs)
-    for name, kwargs in LARGE:
-        yield f"{name} infer 1024", partial(models.measure, name, size=1024, batch=8, device=device, **kwargs)
+    cases = [(name, mode, 224, 128, kwargs) for mode in ("infer", "train") for name, kwargs in (*OURS, *PEERS)]
+    cases += [(name, "infer", 1024, 8, kwargs) for name, kwargs in LARGE]
+    for compiled in ("default", "reduce-overhead"):  # the second replays CUDA graphs
+        for name, mode, size, batch, kwargs in cases:
+            label = f"{name} {mode} {size} {compiled}"
+            yield label, partial(models.measure, name, mode, size, batch, compiled, device=device, **kwargs)
 
 
 def _ops(cases: Callable[[], Iterator[ops.OpCase]], device: str) -> Iterator[Measurement]:

@@ -18,7 +18,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from tokamix.layers import map_to_tokens, tokens_to_map
+from tokamix.layers import GELU, map_to_tokens, tokens_to_map
 from tokamix.mixers import WeightMixing
 from tokamix.models._backbone import Column, Pyramid, Stage, image_cfg, rename
 from tokamix.ops import resize_bank
@@ -97,7 +97,7 @@ class Block(nn.Module):
         self.mixer = WeightMixing(dim, **mixer, **dd)
         self.ls1 = LayerScale(dim, layer_scale, **dd)
         self.norm2 = nn.LayerNorm(dim, eps=eps, **dd)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), **dd)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=GELU, **dd)
         self.ls2 = LayerScale(dim, layer_scale, **dd)
         self.drop_path = DropPath(drop_path)
 

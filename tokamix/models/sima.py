@@ -25,6 +25,7 @@ from tokamix.layers import (
     GELU,
     DepthwiseConv,
     ImageConv,
+    InputNorm,
     MapConv,
     channels_first,
     channels_last,
@@ -124,14 +125,14 @@ class Block(nn.Module):
         dd = {"device": device, "dtype": dtype}
         super().__init__()
         self.eta = eta
-        self.norm_attn = LayerNorm(dim, **dd)
+        self.norm_attn = InputNorm(dim, eps=1e-6, **dd)
         self.attn = SimASelfAttention(dim, num_heads, qkv_bias, norm, **dd)
         self.scale_attn = nn.Parameter(torch.empty(dim, **dd))
         self.local = LocalPatchInteraction(dim, act_layer, **dd) if local_interaction else None
         if local_interaction:
-            self.norm_local = LayerNorm(dim, **dd)
+            self.norm_local = InputNorm(dim, eps=1e-6, **dd)
             self.scale_local = nn.Parameter(torch.empty(dim, **dd))
-        self.norm_mlp = LayerNorm(dim, **dd)
+        self.norm_mlp = InputNorm(dim, eps=1e-6, **dd)
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=act_layer, **dd)
         self.scale_mlp = nn.Parameter(torch.empty(dim, **dd))
         self.drop_path = DropPath(drop_path)

@@ -11,7 +11,7 @@ from timm.layers import DropPath, LayerScale, Mlp, calculate_drop_path_rates
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from tokamix.layers import DepthwiseConv, MapBatchNorm, MapConv, channels_last, tokens_to_map
+from tokamix.layers import GELU, DepthwiseConv, ImageConv, MapBatchNorm, MapConv, channels_last, tokens_to_map
 from tokamix.mixers import SuperTokenAttention
 from tokamix.models._backbone import Pyramid, Stage, image_cfg
 
@@ -61,7 +61,7 @@ class Block(nn.Module):
         self.mixer = SuperTokenAttention(dim, **mixer, **dd)
         self.ls1 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale, **dd)
         self.norm2 = MapBatchNorm(dim, **dd)
-        self.mlp = ConvFFN(dim, hidden_dim, **dd) if conv_ffn else Mlp(dim, hidden_dim, **dd)
+        self.mlp = ConvFFN(dim, hidden_dim, **dd) if conv_ffn else Mlp(dim, hidden_dim, act_layer=GELU, **dd)
         self.ls2 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale, **dd)
         self.drop_path = DropPath(drop_path)
 
@@ -83,13 +83,17 @@ class ConvStem(nn.Sequential):
         widths = (in_chans, dim // 2, dim // 2, dim, dim)
         layers: list[nn.Module] = []
         for i in range(4):
-            conv = MapConv(widths[i], widths[i + 1], 3, stride=2 - i % 2, padding=1, **dd)
-            layers += [conv, nn.GELU(), MapBatchNorm(widths[i + 1], **dd)]
+            conv = MapConv if layers else ImageConv
+            layers += [conv(widths[i], widths[i + 1], 3, stride=2 - i % 2, padding=1, **dd), GELU()]
+            layers += [MapBatchNorm(widths[i + 1], **dd)]
         super().__init__(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) -> (B, h, w, dim)."""
-        return super().forward(channels_last(x).contiguous())
+        x = channels_last(self[0](x))
+        for layer in list(self)[1:]:
+            x = layer(x)
+        return x
 
 
 class PatchEmbed(nn.Sequential):
