@@ -199,6 +199,8 @@ def train(
     On many GPUs: torchrun --nproc-per-node 8 -m tokamix.cli train ...
     """
     with _plain_errors():
+        import torch.distributed as dist
+
         from tokamix.train import train as run
 
         result = run(
@@ -220,6 +222,8 @@ def train(
             wandb=wandb,
             quiet=quiet,
         )
+        if dist.is_initialized():
+            dist.destroy_process_group()
         if not quiet and os.environ.get("RANK", "0") == "0":
             console.print(
                 f"best top-1 {result.top1:.2f} % in epoch {result.best['epoch'] + 1}; everything is in {output}"
