@@ -302,3 +302,11 @@ def test_a_gpu_sees_what_a_cpu_sees(dataset: Dataset, name: str) -> None:
                 pass
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_page_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    (block,) = [part.partition("```")[0] for part in page.split("```python\n")[1:]]
+    scope: dict = {}
+    exec(block, scope)
+    assert scope["images"].shape == (64, 3, 32, 32)

@@ -155,12 +155,16 @@ class Loader(ABC):
         start = step * self.batch_size * self.world
         return range(start + self.rank, min(start + self.batch_size * self.world, self.dataset_size), self.world)
 
+    def move(self, tensor: Tensor) -> Tensor:
+        """A copy on the device, which nobody waits for."""
+        if self.device.type == "cuda" and not tensor.is_cuda:
+            tensor = tensor.contiguous().pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
     def send(self, table: Table) -> Table:
         """This rank's part of a plan for the global batch, moved to the device in one piece."""
         flat = torch.cat([values.flatten(1) for values in table.values()], 1)[self.rank :: self.world]
-        if self.device.type == "cuda":
-            flat = flat.contiguous().pin_memory().to(self.device, non_blocking=True)
-        parts = flat.split([values[0].numel() for values in table.values()], 1)
+        parts = self.move(flat).split([values[0].numel() for values in table.values()], 1)
         return {name: part.unflatten(1, table[name].shape[1:]) for name, part in zip(table, parts, strict=True)}
 
     def finish(self, images: Tensor, table: Table) -> Tensor:
@@ -192,7 +196,7 @@ class Resident(Loader):
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Batches of an epoch, from step `start` on."""
-        order = self.order(number).to(self.device)
+        order = self.move(self.order(number))
         for step in range(start, len(self)):
             part = self.positions(step)
             chosen = order[part.start : part.stop : part.step]
@@ -283,7 +287,7 @@ class Worker(Loader):
                     raise DataError(f"no picture of a whole batch can be decoded: {next(iter(problems.values()))}")
                 yield images, labels
         except RuntimeError as error:
-            if "DataLoader worker" in str(error) and not isinstance(error, ValueError):
+            if "DataLoader worker" in str(error):
                 raise RuntimeError(
                     f"a data worker died ({str(error).splitlines()[0]}); too little memory is the usual cause:"
                     " use fewer workers or a smaller batch"
