@@ -38,11 +38,17 @@ def from_pil(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float()
 
 
-def colour(name: str, images: Tensor, level: float, sign: float) -> Tensor:
-    n = len(images)
-    masks = {name: torch.ones(n, dtype=torch.bool)}
-    table = module._colours(masks, torch.full((n,), level), torch.full((n,), sign))
+def numbers(name: str, n: int, level: float, sign: float) -> dict[str, Tensor]:
+    """Of one layer in which every image gets the same operation."""
+    return module._numbers([name], torch.zeros(n, dtype=torch.int64), torch.full((n,), level), torch.full((n,), sign))
+
+
+def recoloured(images: Tensor, table: dict[str, Tensor]) -> Tensor:
     return module._recoloured(images.float(), {k: v[:, None, None, None] for k, v in table.items()}, GREY)
+
+
+def colour(name: str, images: Tensor, level: float, sign: float) -> Tensor:
+    return recoloured(images, module._used(numbers(name, len(images), level, sign)))
 
 
 COLOURS = [
@@ -71,6 +77,12 @@ def test_colours_are_pillows(name: str, level: float, sign: float, monkeypatch: 
         assert difference.mean() < 0.75
 
 
+def test_every_operation_of_timm_has_an_effect() -> None:
+    for policy in ("rand-m9", "rand-m9-inc1", "rand-m9-tweights", "rand-m9-t3a", "rand-m9-t3aw"):
+        assert all(op.name in module.EFFECTS for op in rand_augment_transform(policy, {}).ops)
+    assert module._used(module._numbers(["Invert"], torch.tensor([1]), torch.ones(1), torch.ones(1))) == {}
+
+
 def test_images_without_contrast_stay_as_they_are() -> None:
     flat = torch.full((2, 3, 8, 8), 77, dtype=torch.uint8)
     for name in ("AutoContrast", "Equalize"):
@@ -79,9 +91,7 @@ def test_images_without_contrast_stay_as_they_are() -> None:
 
 
 def geometry(name: str, images: Tensor, level: float, sign: float, fill: Tensor | None = None) -> Tensor:
-    n = len(images)
-    masks = {name: torch.ones(n, dtype=torch.bool)}
-    matrix = module._geometry(masks, torch.full((n,), level), torch.full((n,), sign))[:, :2]
+    matrix = module._matrix(numbers(name, len(images), level, sign))[:, :2]
     return module._warped(images.float(), matrix, images.shape[-1], "bilinear", fill)
 
 
@@ -120,8 +130,9 @@ def test_rand_augment_draws_what_timm_draws(policy: str) -> None:
     layers = module._rand_layers(timm, 20_000, generator(0))
     assert len(layers) == timm.num_layers
     first = timm.ops[0]
-    for masks, level, sign in layers[:1]:
-        counts = {name: mask.float().mean().item() / first.prob for name, mask in masks.items()}
+    for chosen, level, sign in layers[:1]:
+        counts = {op.name: (chosen == i).float().mean().item() / first.prob for i, op in enumerate(timm.ops)}
+        assert (chosen == len(timm.ops)).float().mean().item() == pytest.approx(1 - first.prob, abs=0.02)
         expected = timm.choice_weights if timm.choice_weights is not None else [1 / len(timm.ops)] * len(timm.ops)
         assert counts == pytest.approx({op.name: p for op, p in zip(timm.ops, expected, strict=True)}, abs=0.015)
         assert abs(sign.mean()) < 0.03
@@ -132,8 +143,8 @@ def test_rand_augment_draws_what_timm_draws(policy: str) -> None:
         assert level.mean() == pytest.approx(min(middle, top), abs=0.02)
         assert level.std() > 0.03 or first.magnitude_std == 0
     if timm.choice_weights is not None:  # timm draws these without replacement
-        first_choice, second = (torch.stack(list(masks.values())) for masks, *_ in layers)
-        assert not (first_choice & second).any()
+        first_choice, second = (chosen for chosen, *_ in layers)
+        assert not ((first_choice == second) & (second < len(timm.ops))).any()
 
 
 def test_crops_are_torchvisions() -> None:
@@ -203,7 +214,7 @@ def test_padding_and_flips_only_move_pixels() -> None:
 def test_colour_jitter_is_torchvisions_in_its_order() -> None:
     images = pictures(4)
     table = module._jitter(4, 0.4, generator(0))
-    found = module._recoloured(images.float(), {k: v[:, None, None, None] for k, v in table.items()}, GREY)
+    found = recoloured(images, table)
     factors = (0.6 + 0.8 * torch.rand(4, 3, generator=generator(0))).tolist()
     for image, out, (bright, contrast, saturation) in zip(images, found, factors, strict=True):
         x = image.float() * bright  # without rounding in between

@@ -28,9 +28,35 @@ ERASED_AREA, ERASED_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)
 TRIES = 10  # of a crop or an erased box that may not fit, as in timm and torchvision
 BLUR_RADIUS = 6
 NOISE_SIDE = 64
-# no change, for each number of one layer of colours: out = keep * x + grey * grey(x) + mean * mean(grey(x)) + ...
-NEUTRAL = {"keep": 1.0, "grey": 0.0, "mean": 0.0, "smooth": 0.0, "offset": 0.0}
-NEUTRAL |= {"contrast": 0.0, "equalize": 0.0, "step": 1.0, "threshold": 256.0, "add": 0.0, "sigma": 0.0}
+# what one layer does to an image, and the values that change nothing: where to look for an output's pixel,
+# (xx * x + xy * y + xo, yx * x + yy * y + yo) from -1 to 1 ...
+PLACE = {"xx": "1", "xy": "0", "xo": "0", "yx": "0", "yy": "1", "yo": "0"}
+# ... and out = keep * pixel + grey * its grey + mean * mean grey + smooth * its surroundings + offset, and so on
+COLOUR = {"keep": "1", "grey": "0", "mean": "0", "smooth": "0", "offset": "0", "contrast": "0", "equalize": "0"}
+COLOUR |= {"step": "1", "threshold": "256", "add": "0", "sigma": "0"}
+NEUTRAL = PLACE | COLOUR
+CONSTANTS = ("0", "1", "-1", "255", "256")
+# which quantity of `_quantities` each of timm's operations puts where
+EFFECTS = {
+    "AutoContrast": {"contrast": "1"},
+    "Equalize": {"equalize": "1"},
+    "Invert": {"keep": "-1", "offset": "255"},
+    "Rotate": {"xx": "cos", "xy": "-sin", "yx": "sin", "yy": "cos"},
+    "ShearX": {"xy": "shear"},
+    "ShearY": {"yx": "shear"},
+    "TranslateXRel": {"xo": "translate"},
+    "TranslateYRel": {"yo": "translate"},
+    "Posterize": {"step": "posterize"},
+    "PosterizeIncreasing": {"step": "posterize more"},
+    "Solarize": {"threshold": "solarize"},
+    "SolarizeIncreasing": {"threshold": "solarize more"},
+    "SolarizeAdd": {"add": "solarize add"},
+    "Desaturate": {"keep": "1 - desaturate", "grey": "desaturate"},
+    "GaussianBlur": {"sigma": "blur"},
+}
+for _name, _other in {"Brightness": {}, "Color": {"grey"}, "Contrast": {"mean"}, "Sharpness": {"smooth"}}.items():
+    EFFECTS[_name] = {"keep": "enhance"} | dict.fromkeys(_other, "1 - enhance")
+    EFFECTS[f"{_name}Increasing"] = {"keep": "enhance more"} | dict.fromkeys(_other, "1 - enhance more")
 
 
 def can_batch(augment: str | None) -> bool:
@@ -62,9 +88,10 @@ class Augment:
             table["shift"] = torch.randint(2 * recipe.crop_padding + 1, (n, 2), generator=draw).float()
         layers: list[Table] = []
         if isinstance(self.policy, RandAugment):
-            for masks, level, sign in _rand_layers(self.policy, n, draw):
-                matrix = matrix @ _geometry(masks, level, sign)
-                layers.append(_colours(masks, level, sign))
+            for chosen, level, sign in _rand_layers(self.policy, n, draw):
+                numbers = _numbers([op.name for op in self.policy.ops], chosen, level, sign)
+                matrix = matrix @ _matrix(numbers)
+                layers.append(_used(numbers))
         elif self.policy == "3-augment":
             layers.append(_three_augment(n, draw))
         if self.jitter:
@@ -181,8 +208,8 @@ def _policy(augment: str | None) -> "RandAugment | str | None":
     return rand_augment_transform(augment, {}) if augment.startswith("rand") else "3-augment"
 
 
-def _rand_layers(policy: RandAugment, n: int, draw: torch.Generator) -> list[tuple[Table, Tensor, Tensor]]:
-    """For each layer: which images get which operation (masks by its name), their level (0 to about 1) and sign."""
+def _rand_layers(policy: RandAugment, n: int, draw: torch.Generator) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """For each layer the index of each operation (one past the last: none), its level (0 to about 1) and sign."""
     first = policy.ops[0]
     if policy.choice_weights is None:
         chosen = torch.randint(len(policy.ops), (n, policy.num_layers), generator=draw)
@@ -198,88 +225,79 @@ def _rand_layers(policy: RandAugment, n: int, draw: torch.Generator) -> list[tup
             level = first.magnitude + first.magnitude_std * torch.randn(n, generator=draw)
         level = level.clamp(0, first.magnitude_max or 10) / 10
         sign = torch.where(torch.rand(n, generator=draw) < 0.5, -1.0, 1.0)
-        layers.append(({op.name: applied & (choice == i) for i, op in enumerate(policy.ops)}, level, sign))
+        layers.append((torch.where(applied, choice, len(policy.ops)), level, sign))
     return layers
 
 
-def _geometry(masks: Table, level: Tensor, sign: Tensor) -> Tensor:
-    """The maps (n, 3, 3) of one layer, about the centre; identity where the operation is another one."""
-    matrix = torch.eye(3).repeat(len(level), 1, 1)
+def _numbers(operations: Sequence[str], chosen: Tensor, level: Tensor, sign: Tensor) -> Table:
+    """All numbers of one layer (n,), by the names of NEUTRAL, where image i gets operation chosen[i]."""
+    quantities = _quantities(level, sign)
+    places = {name: i for i, name in enumerate(quantities)}
+    effects = [NEUTRAL | EFFECTS[operation] for operation in operations] + [NEUTRAL]
+    which = torch.tensor([[places[quantity] for quantity in effect.values()] for effect in effects])
+    numbers = torch.stack(list(quantities.values()), 1).gather(1, which[chosen])  # (n, len(NEUTRAL))
+    return dict(zip(NEUTRAL, numbers.unbind(1), strict=True))
 
-    def put(name: str, row: int, column: int, values: Tensor) -> None:
-        if name in masks:
-            matrix[:, row, column] = torch.where(masks[name], values, matrix[:, row, column])
 
-    put("ShearX", 0, 1, sign * level * 0.3)
-    put("ShearY", 1, 0, sign * level * 0.3)
-    put("TranslateXRel", 0, 2, sign * level * 0.9)  # 0.45 of a side, which is 2 long
-    put("TranslateYRel", 1, 2, sign * level * 0.9)
+def _quantities(level: Tensor, sign: Tensor) -> Table:
+    """timm's tables: what a level means for each operation."""
     angle = sign * level * math.radians(30)
-    for row, column, value in ((0, 0, angle.cos()), (0, 1, -angle.sin()), (1, 0, angle.sin()), (1, 1, angle.cos())):
-        put("Rotate", row, column, value)
+    enhance, more = 0.1 + 1.8 * level, (1 + sign * 0.9 * level).clamp(min=0.1)
+    bits, threshold = (level * 4).floor(), (level * 256).floor().clamp(max=256)
+    desaturate = (0.5 + 0.5 * level).clamp(max=1)
+    return {name: torch.full_like(level, float(name)) for name in CONSTANTS} | {
+        "cos": angle.cos(),
+        "sin": angle.sin(),
+        "-sin": -angle.sin(),
+        "shear": sign * level * 0.3,
+        "translate": sign * level * 0.9,  # 0.45 of a side, which is 2 long
+        "enhance": enhance,
+        "1 - enhance": 1 - enhance,
+        "enhance more": more,
+        "1 - enhance more": 1 - more,
+        "posterize": 2 ** (8 - bits),
+        "posterize more": 2 ** (4 + bits),
+        "solarize": threshold,
+        "solarize more": 256 - threshold,
+        "solarize add": (level * 110).floor().clamp(max=128),
+        "desaturate": desaturate,
+        "1 - desaturate": 1 - desaturate,
+        "blur": (0.1 + 1.9 * level).clamp(max=2),
+    }
+
+
+def _matrix(numbers: Table) -> Tensor:
+    """The maps (n, 3, 3) of one layer, about the centre."""
+    matrix = torch.eye(3).repeat(len(numbers["xx"]), 1, 1)
+    matrix[:, :2] = torch.stack([numbers[name] for name in PLACE], 1).unflatten(1, (2, 3))
     return matrix
 
 
-def _neutral(n: int) -> Table:
-    return {name: torch.full((n,), value) for name, value in NEUTRAL.items()}
-
-
-def _colours(masks: Table, level: Tensor, sign: Tensor) -> Table:
-    """The numbers of one layer of colours, neutral where the operation is another one."""
-    table = _neutral(len(level))
-
-    def put(name: str, column: str, values: Tensor | float) -> None:
-        if name in masks:
-            table[column] = torch.where(masks[name], values, table[column])
-
-    enhance = {"": 0.1 + 1.8 * level, "Increasing": (1 + sign * 0.9 * level).clamp(min=0.1)}
-    for suffix, factor in enhance.items():
-        for name, other in (("Brightness", None), ("Color", "grey"), ("Contrast", "mean"), ("Sharpness", "smooth")):
-            put(name + suffix, "keep", factor)
-            if other:
-                put(name + suffix, other, 1 - factor)
-    put("Invert", "keep", -1.0)
-    put("Invert", "offset", 255.0)
-    put("AutoContrast", "contrast", 1.0)
-    put("Equalize", "equalize", 1.0)
-    bits = (level * 4).floor()
-    put("Posterize", "step", 2 ** (8 - bits))
-    put("PosterizeIncreasing", "step", 2 ** (4 + bits))
-    threshold = (level * 256).floor().clamp(max=256)
-    put("Solarize", "threshold", threshold)
-    put("SolarizeIncreasing", "threshold", 256 - threshold)
-    put("SolarizeAdd", "add", (level * 110).floor().clamp(max=128))
-    desaturate = (0.5 + 0.5 * level).clamp(max=1)
-    put("Desaturate", "keep", 1 - desaturate)
-    put("Desaturate", "grey", desaturate)
-    put("GaussianBlur", "sigma", (0.1 + 1.9 * level).clamp(max=2))
-    return _used(table)
+def _used(numbers: Table) -> Table:
+    """The colours that change something; the table is on the CPU, so nobody waits for the answer."""
+    return {name: numbers[name] for name in COLOUR if name in numbers and (numbers[name] != float(COLOUR[name])).any()}
 
 
 def _three_augment(n: int, draw: torch.Generator) -> Table:
     """3-Augment (DeiT III, arXiv 2204.07118): grey, solarised or blurred."""
     chosen = torch.randint(3, (n,), generator=draw)
     sigma = _uniform(n, 0.1, 2.0, draw)
-    table = _neutral(n)
-    table["keep"], table["grey"] = (chosen != 0).float(), (chosen == 0).float()
-    table["threshold"] = torch.where(chosen == 1, 128.0, 256.0)
-    table["sigma"] = torch.where(chosen == 2, sigma, 0.0)
-    return _used(table)
+    return {
+        "keep": (chosen != 0).float(),
+        "grey": (chosen == 0).float(),
+        "threshold": torch.where(chosen == 1, 128.0, 256.0),
+        "sigma": torch.where(chosen == 2, sigma, 0.0),
+    }
 
 
 def _jitter(n: int, strength: float, draw: torch.Generator) -> Table:
     """Brightness, contrast and saturation, one after the other, are one combination of x, its grey and their mean."""
     bright, contrast, saturation = _uniform(n, max(0.0, 1 - strength), 1 + strength, draw, 3).unbind(1)
-    table = _neutral(n)
-    table["keep"] = bright * contrast * saturation
-    table["grey"] = bright * contrast * (1 - saturation)
-    table["mean"] = bright * (1 - contrast)
-    return _used(table)
-
-
-def _used(table: Table) -> Table:
-    """Only the numbers that change something; the table is on the CPU, so nobody waits for the answer."""
-    return {name: values for name, values in table.items() if (values != NEUTRAL[name]).any()}
+    return {
+        "keep": bright * contrast * saturation,
+        "grey": bright * contrast * (1 - saturation),
+        "mean": bright * (1 - contrast),
+    }
 
 
 def _shifted(images: Tensor, shift: Tensor, padding: int, flip: Tensor | None) -> Tensor:
