@@ -27,7 +27,7 @@ RATIO = (3 / 4, 4 / 3)
 ERASED_AREA, ERASED_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)
 TRIES = 10  # of a crop or an erased box that may not fit, as in timm and torchvision
 BLUR_RADIUS = 6
-NOISE_SIDE = 64
+NOISE_SIDE = 256
 # what one layer does to an image, and the values that change nothing: where to look for an output's pixel,
 # (xx * x + xy * y + xo, yx * x + yy * y + yo) from -1 to 1 ...
 PLACE = {"xx": "1", "xy": "0", "xo": "0", "yx": "0", "yy": "1", "yo": "0"}

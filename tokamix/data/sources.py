@@ -51,19 +51,28 @@ def open_data(source: str, seed: int = 0) -> ImageData:
 
     Args:
         source: see above.
-        seed: of the split where the source has none, and of what `shapes` shows.
+        seed: of what `shapes` shows. A split made here has none: what is held out from one run is held out from all,
+            so that nothing is ever evaluated on what it was trained on.
     """
     kind, _, rest = source.partition(":")
-    if kind in OPENERS and (rest or kind not in ("wds", "hf")):
-        train, val = OPENERS[kind](rest, seed)
+    train: Dataset | Stream
+    val: Dataset | Stream
+    if kind == "shapes":
+        train, val = _open_shapes(rest, seed)
+    elif source == "digits":
+        train, val = _open_digits()
+    elif kind == "wds":
+        train, val = _open_shards(rest)
+    elif kind == "hf":
+        train, val = _open_hub(rest)
     elif source.endswith(".npz"):
-        train, val = _open_packs(source, seed)
+        train, val = _open_packs(source)
     elif Path(source).expanduser().is_dir():
-        train, val = _open_folder(Path(source).expanduser(), seed)
+        train, val = _open_folder(Path(source).expanduser())
     elif kind.lower() in TORCHVISION:
         train, val = _open_torchvision(kind, rest)
     else:
-        known = [*OPENERS, *(entry[0] for entry in TORCHVISION.values())]
+        known = ["digits", "shapes", "wds:", "hf:", *(entry[0] for entry in TORCHVISION.values())]
         near = difflib.get_close_matches(kind, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known are a folder, a .npz file, {', '.join(known)}"
         raise DataError(f"there is no data {source!r}: it is neither a folder nor a known name; {hint}")
@@ -77,10 +86,10 @@ def data_folder() -> Path:
     return Path(os.environ.get("TOKAMIX_DATA") or "~/.cache/tokamix").expanduser()
 
 
-def hold_out(labels: Sequence[int] | np.ndarray | Tensor, seed: int) -> tuple[list[int], list[int]]:
+def hold_out(labels: Sequence[int] | np.ndarray | Tensor) -> tuple[list[int], list[int]]:
     """Indices for training and for validation: a fixed share of each class, at least one where there are two."""
     labels = torch.as_tensor(labels)
-    draw = generator(seed, "split")
+    draw = generator("split")
     train, val = [], []
     for label in labels.unique().tolist():
         members = (labels == label).nonzero().flatten()
@@ -91,7 +100,7 @@ def hold_out(labels: Sequence[int] | np.ndarray | Tensor, seed: int) -> tuple[li
     return sorted(train), sorted(val)
 
 
-def _open_digits(size: str, seed: int) -> tuple[Dataset, Dataset]:
+def _open_digits() -> tuple[Dataset, Dataset]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -99,7 +108,7 @@ def _open_digits(size: str, seed: int) -> tuple[Dataset, Dataset]:
     pixels, labels = load_digits(return_X_y=True)
     images = torch.from_numpy(pixels).view(-1, 1, 8, 8).mul(255 / 16).round().byte()  # 17 shades of grey
     labels = torch.from_numpy(labels)
-    parts = hold_out(labels, seed)
+    parts = hold_out(labels)
     train, val = (ArraySet(images[part], labels[part], [str(i) for i in range(10)]) for part in parts)
     return train, val
 
@@ -113,14 +122,14 @@ def _open_shapes(size: str, seed: int) -> tuple[Dataset, Dataset]:
     return Shapes(2000, side, seed, "train"), Shapes(500, side, seed, "val")
 
 
-def _open_folder(root: Path, seed: int) -> tuple[Dataset, Dataset]:
+def _open_folder(root: Path) -> tuple[Dataset, Dataset]:
     parts = {name.lower(): root / name for name in sorted(os.listdir(root)) if (root / name).is_dir()}
     train = next((parts[name] for name in TRAIN_NAMES if name in parts), None)
     val = next((parts[name] for name in VAL_NAMES if name in parts), None)
     if train is None:
         classes, files, labels = _class_folders(root)
         return tuple(  # type: ignore[return-value]
-            FileSet([files[i] for i in part], [labels[i] for i in part], classes) for part in hold_out(labels, seed)
+            FileSet([files[i] for i in part], [labels[i] for i in part], classes) for part in hold_out(labels)
         )
     classes, files, labels = _class_folders(train)
     if val is None:
@@ -155,7 +164,7 @@ def _class_folders(root: Path) -> tuple[list[str], list[Path], list[int]]:
     return classes, files, labels
 
 
-def _open_packs(source: str, seed: int) -> tuple[Dataset, Dataset]:
+def _open_packs(source: str) -> tuple[Dataset, Dataset]:
     paths = [Path(part.strip()).expanduser() for part in source.split(",")]
     is_val = [path.stem.lower().rpartition("_")[2] in VAL_NAMES for path in paths]
     if all(is_val):
@@ -163,7 +172,7 @@ def _open_packs(source: str, seed: int) -> tuple[Dataset, Dataset]:
     train = _join([_read_pack(path) for path, val in zip(paths, is_val, strict=True) if not val])
     if any(is_val):
         return train, _join([_read_pack(path) for path, val in zip(paths, is_val, strict=True) if val])
-    return tuple(_part(train, part) for part in hold_out(train.labels, seed))  # type: ignore[return-value]
+    return tuple(_part(train, part) for part in hold_out(train.labels))  # type: ignore[return-value]
 
 
 class Pack(Dataset):
@@ -237,7 +246,7 @@ def _part(pack: Pack, indices: list[int]) -> Pack:
     return Pack([pack.contents[i] for i in indices], pack.labels[indices], pack.classes, pack.name)
 
 
-def _open_shards(source: str, seed: int) -> tuple[Stream, Stream]:
+def _open_shards(source: str) -> tuple[Stream, Stream]:
     names = [name for pattern in _comma_separated(source) for name in expand(pattern.strip())]
     local = [name for name in names if "://" not in name and not name.startswith("pipe:")]
     if missing := [name for name in local if not Path(name).is_file()]:
@@ -263,7 +272,7 @@ def _comma_separated(text: str) -> list[str]:
     return parts
 
 
-def _open_hub(source: str, seed: int) -> tuple[Stream, Stream]:
+def _open_hub(source: str) -> tuple[Stream, Stream]:
     try:
         from datasets import load_dataset
     except ImportError:
@@ -353,11 +362,3 @@ def _from_torchvision(parts: list[Any]) -> Dataset:
     images = torch.cat([torch.as_tensor(part.data) for part in parts])
     images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2) if images.shape[-1] == 3 else images
     return ArraySet(images, labels, classes)
-
-
-OPENERS: dict[str, Callable[[str, int], tuple[Any, Any]]] = {
-    "digits": _open_digits,
-    "shapes": _open_shapes,
-    "wds": _open_shards,
-    "hf": _open_hub,
-}
