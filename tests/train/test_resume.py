@@ -46,6 +46,8 @@ SETTINGS = {
         "drop_path_later": {2: 0.4},
         "drop_rate": 0.1,
         "random_erasing": 0.25,
+        "crop_padding": 1,
+        "hflip": 0.5,
         "clip_grad": 1.0,
         "layer_decay": 0.8,
         "repeated_augmentation": 2,

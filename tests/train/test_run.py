@@ -1,0 +1,212 @@
+"""Runs from start to end: what they leave, what they start from, what they refuse."""
+
+import csv
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+import yaml
+from safetensors.torch import load_file
+
+from tests.train.tiny import TINY, run, tiny_data
+from tokamix.data import make_loader
+from tokamix.evaluate import evaluate
+from tokamix.train import train
+from tokamix.train.curves import draw_curves
+from tokamix.train.engine import Engine
+from tokamix.train.optim import make_optimizer
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    result = run(folder, epochs=12, ema=0.9, log_every=2)
+    assert result.top1 > 90
+    return folder
+
+
+def test_the_folder(finished: Path) -> None:
+    names = "README.md config.json curves.png environment.json last.safetensors metrics.csv metrics.jsonl"
+    names += " model.safetensors recipe.yaml state tensorboard"
+    assert sorted(p.name for p in finished.iterdir()) == sorted(names.split())
+    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    epochs = [row for row in rows if row["event"] == "epoch"]
+    assert len(epochs) == 12
+    assert {"loss", "lr", "images_per_second", "update"} <= set(rows[0])
+    table = list(csv.DictReader((finished / "metrics.csv").open()))
+    assert [float(row["ema_top1"]) for row in table] == [row["ema_top1"] for row in epochs]
+    environment = json.loads((finished / "environment.json").read_text())
+    assert environment["torch"] == torch.__version__.partition("+")[0]
+    card = (finished / "README.md").read_text()
+    head = yaml.safe_load(card.split("---")[1])
+    assert head["library_name"] == "timm"
+    assert "columnar_tiny_softmax" in card
+
+
+def test_tensorboard_reads_it(finished: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board = reader.EventAccumulator(str(finished / "tensorboard"))
+    board.Reload()
+    assert {"train/loss", "train/lr", "epoch/top1", "epoch/ema_loss"} <= set(board.Tags()["scalars"])
+    assert len(board.Scalars("epoch/top1")) == 12
+
+
+def test_curves(tmp_path: Path) -> None:
+    row = {"train_loss": 2.0, "loss": 1.5, "top1": 40.0, "ema_top1": 41.0}
+    draw_curves([{**row, "epoch": i} for i in range(3)], tmp_path / "c.png")
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_timm_loads_it(finished: Path) -> None:
+    model = timm.create_model(f"local-dir:{finished}", pretrained=True)
+    saved = load_file(finished / "model.safetensors")
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+    assert list(model.pretrained_cfg["input_size"]) == [3, 8, 8]
+    assert model.num_classes == 4
+    features = timm.create_model(f"local-dir:{finished}", pretrained=True, num_classes=0)
+    assert features(torch.zeros(1, 3, 8, 8)).shape == (1, 16)
+
+
+def test_evaluate_agrees(finished: Path) -> None:
+    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    best = max(max(row["top1"], row["ema_top1"]) for row in rows if row["event"] == "epoch")
+    found = evaluate(finished, tiny_data(), device="cpu")
+    assert found["top1"] == pytest.approx(best)
+    model = timm.create_model(f"local-dir:{finished}", pretrained=True)
+    assert evaluate(model, tiny_data(), device="cpu", batch_size=10) == pytest.approx(found)
+    with pytest.raises(ValueError, match="does not say of which model; name it with --model"):
+        evaluate(finished / "last.safetensors", tiny_data(), device="cpu")
+    with pytest.raises(ValueError, match="tells 4 classes apart, but tiny has 3"):
+        evaluate(finished, tiny_data(classes=3), device="cpu")
+    with pytest.raises(FileNotFoundError, match=r"holds no model.safetensors"):
+        evaluate(finished / "state", tiny_data(), device="cpu")
+
+
+def test_evaluate_a_checkpoint_by_name(tmp_path: Path) -> None:
+    model = timm.create_model("test_resnet", num_classes=4)
+    torch.save(model.state_dict(), tmp_path / "w.pth")
+    found = evaluate(tmp_path / "w.pth", tiny_data(), model="test_resnet", image_size=32, device="cpu")
+    assert 0 <= found["top1"] <= 100
+    assert found["top5"] == 100.0
+    with pytest.raises(ValueError, match="was trained on other classes than the 3"):
+        evaluate(tmp_path / "w.pth", tiny_data(classes=3), model="test_resnet", image_size=32, device="cpu")
+
+
+@pytest.mark.parametrize("finetune", [{"classes": 3}, {"channels": 1}, {"image_size": 16}])
+def test_fine_tuning(finished: Path, tmp_path: Path, finetune: dict) -> None:
+    """From a run to other classes, channels or sizes, in one flag: the body comes along."""
+    data = tiny_data(classes=finetune.get("classes", 4), channels=finetune.get("channels", 3))
+    settings = {"model_kwargs": {"in_chans": 1}} if "channels" in finetune else {"model_kwargs": {}}
+    settings |= {"image_size": finetune.get("image_size", 8)}
+    first: dict[str, torch.Tensor] = {}
+    real = Engine.fit
+
+    def fit(self: Engine, *args) -> None:
+        first.update({name: t.clone() for name, t in self.model.state_dict().items()})
+        real(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "fit", fit)
+        result = run(tmp_path / "a", data=data, model=None, checkpoint=finished, finetune=True, epochs=2, **settings)
+    old = load_file(finished / "model.safetensors")
+    fresh = {name for name, t in first.items() if name not in old or not torch.equal(t, old[name])}
+    if "classes" in finetune:
+        assert fresh == {"head.weight", "head.bias"}
+    elif "channels" in finetune:
+        assert fresh == {"stem.proj.weight"}
+    else:
+        assert all("pos" in name or "table" in name for name in fresh)
+    again = result.load()
+    assert again(torch.zeros(1, data.train.images.shape[1], settings["image_size"], settings["image_size"])).shape == (
+        1,
+        len(data.classes),
+    )
+    assert result.top1 > 60 or "classes" not in finetune
+
+
+def test_starting_from_weights_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="starts from trained weights; give them with --checkpoint, or --pretrained"):
+        run(tmp_path / "a", finetune=True)
+
+
+def test_a_module_of_ones_own(tmp_path: Path) -> None:
+    model = timm.create_model("test_resnet", num_classes=4)
+    result = run(tmp_path / "a", network=model, model_kwargs={}, image_size=16, epochs=2)
+    loaded = result.load()
+    saved = load_file(tmp_path / "a" / "model.safetensors")
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_five_lines(tmp_path: Path) -> None:
+    result = train("columnar_tiny_sima", tiny_data(), "small", tmp_path / "a", quiet=True, device="cpu", overrides={
+        "epochs": 2, "warmup_epochs": 0, "batch_size": 16, "image_size": 16, "precision": "fp32", "compile": False,
+        "model_kwargs": {"patch_size": 4, "dim": 16, "depth": 1, "num_heads": 2},
+    })  # fmt: skip
+    assert len(result.epochs) == 2
+    assert result.load().num_classes == 4
+
+
+def test_what_cannot_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="names no model; give one with --model"):
+        train(None, tiny_data(), "small", tmp_path, device="cpu", overrides={"model": None})
+    with pytest.raises(ValueError, match="80 training pictures do not fill one batch of 128"):
+        run(tmp_path / "a", batch_size=128)
+    with pytest.raises(ValueError, match="vgg11 takes no argument 'drop_path_rate'; take it out of the recipe"):
+        run(tmp_path / "a", network="vgg11", model_kwargs={}, drop_path=0.1)
+    with pytest.raises(ValueError, match="fp16 needs a GPU"):
+        run(tmp_path / "a", precision="fp16")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="Weights & Biases is not installed"):
+        run(tmp_path / "a", wandb="project")
+
+
+def test_the_engine_is_a_plain_loop(tmp_path: Path) -> None:
+    """Forward, backward, step: to the bit what ten lines of PyTorch do."""
+    recipe = replace(TINY, schedule="constant", warmup_epochs=0, epochs=2, crop_pct=1.0)
+    train(None, tiny_data(), recipe, tmp_path / "a", quiet=True, device="cpu")
+    torch.manual_seed(recipe.seed)
+    model = timm.create_model(recipe.model, num_classes=4, img_size=8, **recipe.model_kwargs)
+    optimizer = make_optimizer(model, recipe, torch.device("cpu"))
+    loader = make_loader(tiny_data().train, recipe, train=True, batch_size=16)
+    for epoch in range(2):
+        for images, labels in loader.epoch(epoch):
+            loss = F.cross_entropy(model(images), labels, label_smoothing=0.1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    saved = load_file(tmp_path / "a" / "last.safetensors")
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+
+
+def test_memory_order_and_checkpointing_change_nothing_but_rounding(tmp_path: Path) -> None:
+    plain = run(tmp_path / "plain", epochs=2)
+    for name, settings in {"order": {"channels_last": True}, "again": {"grad_checkpointing": True}}.items():
+        other = run(tmp_path / name, epochs=2, **settings)
+        assert [row["train_loss"] for row in other.epochs] == pytest.approx(
+            [row["train_loss"] for row in plain.epochs], rel=1e-4
+        )
+
+
+def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph for training and one for evaluation, whatever the size of the last batch; the same losses."""
+    plain = run(tmp_path / "plain", epochs=3, ema=0.9)
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    real = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **kw: real(self, backend=count, **kw))
+    torch._dynamo.reset()
+    compiled = run(tmp_path / "compiled", epochs=3, ema=0.9, compile=True)
+    assert [row["train_loss"] for row in compiled.epochs] == pytest.approx(
+        [row["train_loss"] for row in plain.epochs], rel=1e-4
+    )
+    assert len(graphs) == 2
+    torch._dynamo.reset()
