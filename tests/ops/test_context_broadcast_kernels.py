@@ -17,6 +17,18 @@ def test_against_reference(shape: tuple[int, int, int], dtype: torch.dtype, scal
     assert_kernel_close(broadcast_context, inputs, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 65, 33), (2, 130, 7)])
+def test_many_tokens(
+    shape: tuple[int, int, int], dtype: torch.dtype, poison_empty: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokamix.ops.context_broadcast import kernels
+
+    monkeypatch.setattr(kernels, "MANY_TOKENS", 64)
+    monkeypatch.setattr(kernels, "PARTS", 2)
+    assert_kernel_close(broadcast_context, (torch.randn(shape), torch.randn(shape[-1])), dtype)
+
+
 def test_non_contiguous(poison_empty: None) -> None:
     x = torch.randn(2, 5, 9, device=DEVICE).transpose(1, 2)
     got, expected = broadcast_context(x, backend="triton"), broadcast_context(x, backend="eager")

@@ -1,4 +1,7 @@
-"""Context broadcasting in Triton: one launch, x read twice (the second time from the cache) and written once."""
+"""Context broadcasting in Triton: x read twice (the second time from the cache) and written once.
+
+One launch where a program can sum all tokens of its channels; with many tokens two, partial sums first.
+"""
 
 import torch
 import triton
@@ -6,6 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_N, BLOCK_C = 64, 32
+MANY_TOKENS = 4096
+PARTS = 64  # programs that share the sum over many tokens
 
 
 @triton.jit
@@ -42,13 +47,74 @@ def _broadcast_kernel(
         tl.store(p_out + (i_b * N + o_n[:, None]) * C + o_c[None, :], b_out.to(p_out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _partial_sum_kernel(
+    p_x,  # (B, N, C), any strides
+    p_sums,  # (B, PARTS, C), float32
+    N,
+    C,
+    stride_b,
+    stride_n,
+    stride_c,
+    PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    i_b, i_c, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    o_c = i_c * BLOCK_C + tl.arange(0, BLOCK_C)
+    m_c = o_c < C
+    b_sum = tl.zeros((BLOCK_C,), tl.float32)
+    for start in range(i_part * BLOCK_N, N, PARTS * BLOCK_N):
+        o_n = start + tl.arange(0, BLOCK_N)
+        mask = (o_n < N)[:, None] & m_c[None, :]
+        p = p_x + i_b * stride_b + o_n[:, None].to(tl.int64) * stride_n + o_c[None, :] * stride_c
+        b_sum += tl.sum(tl.load(p, mask=mask, other=0.0).to(tl.float32), axis=0)
+    tl.store(p_sums + (i_b * PARTS + i_part) * C + o_c, b_sum, mask=m_c)
+
+
+@triton.jit
+def _add_mean_kernel(
+    p_x,  # (B, N, C), any strides
+    p_sums,  # (B, PARTS, C), float32
+    p_scale,  # (C,)
+    p_out,  # (B, N, C), contiguous
+    N,
+    C,
+    stride_b,
+    stride_n,
+    stride_c,
+    HAS_SCALE: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    i_b, i_c, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    o_c = i_c * BLOCK_C + tl.arange(0, BLOCK_C)
+    m_c = o_c < C
+    p_parts = p_sums + (i_b * PARTS + tl.arange(0, PARTS)[:, None]) * C + o_c[None, :]
+    b_mean = tl.sum(tl.load(p_parts, mask=m_c[None, :], other=0.0), axis=0) / N
+    if HAS_SCALE:
+        b_mean *= tl.load(p_scale + o_c, mask=m_c, other=0.0).to(tl.float32)
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (o_n < N)[:, None] & m_c[None, :]
+    p = p_x + i_b * stride_b + o_n[:, None].to(tl.int64) * stride_n + o_c[None, :] * stride_c
+    b_out = (tl.load(p, mask=mask, other=0.0).to(tl.float32) + b_mean[None, :]) * 0.5
+    tl.store(p_out + (i_b * N + o_n[:, None]) * C + o_c[None, :], b_out.to(p_out.dtype.element_ty), mask=mask)
+
+
 def broadcast_context(x: Tensor, scale: Tensor | None) -> Tensor:
     """(x + scale * mean) / 2 for tokens x (B, N, C) of any strides."""
     batch, tokens, channels = x.shape
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-    if out.numel():
-        grid = (batch, triton.cdiv(channels, BLOCK_C))
-        _broadcast_kernel[grid](
-            x, x if scale is None else scale, out, tokens, channels, *x.stride(), scale is not None, BLOCK_N, BLOCK_C
-        )
+    blocks, sizes = triton.cdiv(channels, BLOCK_C), (tokens, channels, *x.stride())
+    weight, has_scale = (x, False) if scale is None else (scale, True)
+    if not out.numel():
+        return out
+    if tokens <= MANY_TOKENS:
+        _broadcast_kernel[batch, blocks](x, weight, out, *sizes, has_scale, BLOCK_N, BLOCK_C)
+    else:
+        sums = torch.empty(batch, PARTS, channels, device=x.device)
+        _partial_sum_kernel[batch, blocks, PARTS](x, sums, *sizes, PARTS, BLOCK_N, BLOCK_C)
+        grid = (batch, blocks, triton.cdiv(tokens, BLOCK_N))
+        _add_mean_kernel[grid](x, sums, weight, out, *sizes, has_scale, PARTS, BLOCK_N, BLOCK_C)
     return out

@@ -9,7 +9,7 @@ from tokamix.ops import dispatch
 from tokamix.ops.context_broadcast import reference
 
 KINDS = ("cb", "gate", "hybrid")
-MANY_TOKENS = 4096
+MOST_TOKENS = 65_535 * 64  # programs along the last axis of a grid, times tokens of each
 
 
 def broadcast_context(
@@ -52,8 +52,8 @@ def broadcast_context(
 def _limit(x: Tensor) -> str | None:
     if torch.compiler.is_compiling():
         return "torch.compile fuses it with its neighbours, which a kernel of ours cannot"
-    if x.shape[1] > MANY_TOKENS:
-        return f"one program sums all tokens of a channel block, and {x.shape[1]:,} are too many for one"
+    if x.shape[1] > MOST_TOKENS:
+        return f"a grid of programs holds {MOST_TOKENS:,} tokens, not {x.shape[1]:,}"
     return None
 
 
