@@ -265,15 +265,15 @@ def recipes(name: Annotated[str, typer.Argument(help="show all values of this on
         if name:
             print(load_recipe(name).to_yaml(), end="")
             return
-        table = Table(box=None, header_style="bold")
+        caption = "top-1 as the paper prints it; `tokamix recipes NAME` shows every value"
+        table = Table(box=None, header_style="bold", caption=caption, caption_justify="left")
         table.add_column("recipe", no_wrap=True)
-        table.add_column("model", no_wrap=True)
         for title in ("px", "epochs", "top-1"):
-            table.add_column(title, justify="right")
-        table.add_column("source")
+            table.add_column(title, justify="right", no_wrap=True)
+        table.add_column("source", no_wrap=True, overflow="ellipsis", max_width=max(12, console.width - 52))
         for each in map(load_recipe, list_recipes()):
             top1 = "" if each.top1 is None else f"{each.top1:g}"
-            table.add_row(each.name, each.model or "", str(each.image_size), str(each.epochs), top1, each.source)
+            table.add_row(each.name, str(each.image_size), str(each.epochs), top1, each.source)
         console.print(table)
 
 

@@ -13,7 +13,7 @@ class Display:
     def __init__(self, title: str, epochs: int, steps: int, update: int, silent: bool = False) -> None:
         self.console = Console(quiet=silent)
         self.epochs, self.steps = epochs, steps
-        self.text = ""
+        self.accuracy: list[str] = []  # of the last evaluation
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -47,14 +47,15 @@ class Display:
 
     def report(self, row: dict[str, Any]) -> None:
         """Show the numbers of the last steps."""
-        parts = [f"loss {row['loss']:.3f}", f"{row['images_per_second']:,.0f} img/s"]
+        parts = [f"loss {row['loss']:.3f}", *self.accuracy, f"{row['images_per_second']:,.0f} img/s"]
         if "memory_gb" in row:
             parts.append(f"{row['memory_gb']:.1f} GB")
-        self.text = "  ".join(parts)
-        self.bar.update(self.task, description=f"epoch {row['epoch'] + 1}/{self.epochs}", text=self.text)
+        self.bar.update(self.task, description=f"epoch {row['epoch'] + 1}/{self.epochs}", text="  ".join(parts))
 
     def epoch(self, row: dict[str, Any], best: bool) -> None:
         """Print an epoch's line."""
+        if "top1" in row:
+            self.accuracy = [f"top-1 {row['top1']:.2f}"]
         averaged = f" (averaged {row['ema_top1']:.2f})" if "ema_top1" in row else ""
         self.console.print(
             f"epoch {row['epoch'] + 1:>{len(str(self.epochs))}}/{self.epochs}"

@@ -15,6 +15,7 @@ import platform
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ class RunFolder:
 
     def present(self, config: Row, recipe: Row, data: str, best: Row | None) -> None:
         """Write what people look at: curves and model card."""
-        if self.epochs:
+        if self.epochs and find_spec("matplotlib"):  # an extra: metrics.csv holds the same numbers
             write_atomically(self.path / "curves.png", lambda beside: draw_curves(self.epochs, beside))
         write_text(self.path / "README.md", model_card(self.path.name, config, recipe, data, best))
 

@@ -1,0 +1,78 @@
+"""`tokamix train`, `eval` and `recipes`, as a user calls them."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.train.tiny import run, tiny_data
+from tokamix.cli import app
+from tokamix.recipes import list_recipes, load_recipe
+from tokamix.train.engine import NotFiniteError
+from tokamix.train.progress import Display
+
+SMALL = "--set epochs=2 --set warmup_epochs=1 --set batch_size=256 --set image_size=8 --set model_kwargs.img_size=8"
+SMALL += " --set model_kwargs.dim=16 --set model_kwargs.depth=1 --device cpu --recipe digits --data digits"
+
+
+def call(*args: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(args), env={"COLUMNS": "160"})
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+def test_train_eval_and_again(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    out = call("train", *SMALL.split(), "--output", str(tmp_path / "a"))
+    assert "columnar_tiny_softmax on digits: 2 epochs of 5 steps" in out
+    assert "epoch 2/2 train loss" in out
+    assert f"everything is in {tmp_path / 'a'}" in out
+    top1 = out.partition("best top-1 ")[2].split()[0]
+    assert f"top-1 {top1} %" in call("eval", str(tmp_path / "a"), "--data", "digits", "--device", "cpu")
+    assert "going on after step 10 of 10" in call("train", *SMALL.split(), "--output", str(tmp_path / "a"))
+    other = call("train", *SMALL.split(), "--set", "lr=1", "--output", str(tmp_path / "a"), code=1)
+    assert "lr was 0.002 and is 1.0" in other
+    assert "Traceback" not in other
+
+
+def test_errors_are_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = ("--output", str(tmp_path / "a"), "--device", "cpu")
+    assert "did you mean digits?" in call("train", "--data", "digitz", *here, code=1)
+    assert "did you mean lr" in call("train", "--data", "digits", "--set", "lrr=1", *here, code=1)
+    assert "there is no recipe 'digitss'" in call("train", "--data", "digits", "--recipe", "digitss", *here, code=1)
+    assert "did you mean stvit_small" in call("train", "--data", "digits", "--model", "stvit_smal", *here, code=1)
+    assert "there is no model 'nothing'" in call("eval", "nothing", "--data", "digits", code=1)
+
+    def fail(*args, **kwargs):
+        raise NotFiniteError("the loss is not finite at step 3")
+
+    monkeypatch.setattr("tokamix.train.train", fail)
+    assert call("train", "--data", "digits", *here, code=1) == "error: the loss is not finite at step 3"
+
+
+def test_recipes() -> None:
+    out = call("recipes")
+    assert all(f" {name} " in out for name in list_recipes())
+    assert load_recipe("digits").to_yaml().split() == call("recipes", "digits").split()
+    assert "did you mean digits" in call("recipes", "digit", code=1)
+
+
+def test_the_bar_of_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time left, speed, loss and accuracy, on a terminal."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    shown: list[str] = []
+    real = Display.__exit__
+
+    def leave(self: Display, *args) -> None:
+        shown.append(str(self.bar.tasks[0].fields["text"]))
+        shown.append(self.bar.tasks[0].description)
+        assert self.bar.finished
+        real(self, *args)
+
+    monkeypatch.setattr(Display, "__exit__", leave)
+    run(tmp_path / "a", data=tiny_data(), quiet=False, log_every=2)
+    assert "loss" in shown[0]
+    assert "img/s" in shown[0]
+    assert "top-1" in shown[0]
+    assert shown[1] == "epoch 3/3"
