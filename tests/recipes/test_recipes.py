@@ -154,7 +154,7 @@ def test_models_build(name: str) -> None:
         ("mixup_prob=2", "mixup_prob is 2, but must be a number of at least 0 and of at most 1"),
         ("crop_pct=0", "crop_pct is 0, but must be a number above 0 and of at most 1, or none"),
         ("lr=1" + "0" * 400, "lr is 10*, but must be a number of at least 0"),
-        ("epochs.x=1", "epochs is 30, which has no 'x' to set"),
+        ("epochs.x=1", "epochs is 40, which has no 'x' to set"),
         ("compile=3", "compile is 3, but must be true or false"),
         ("model=3", "model is 3, but must be a string, or none"),
         ("precision=fp8", "precision is 'fp8', but must be one of fp32, bf16, fp16"),
@@ -163,26 +163,27 @@ def test_models_build(name: str) -> None:
         ("betas=0.9", r"betas is 0\.9, but must be a list of 2 values"),
         ("model_kwargs=3", "model_kwargs is 3, but must be a mapping of a string to a value"),
         ("drop_path_later={1: 7}", "but must be a mapping of a whole number to a number of at least 0 and below 1"),
-        ("drop_path_later={99: 0.1}", "drop_path_later names epoch 99 of 30; set it to {} for no change"),
+        ("drop_path_later={99: 0.1}", "drop_path_later names epoch 99 of 40; set it to {} for no change"),
         ("drop_path=1", "drop_path is 1, but must be a number of at least 0 and below 1, or none"),
-        ("accumulate=3", "batch_size 64 cannot be divided by accumulate 3"),
-        ("warmup_epochs=30", "warmup_epochs 30 leaves nothing of epochs 30; set it lower"),
-        ("min_lr=1", r"min_lr 1 is above the learning rate 0\.002 at batch 64"),
+        ("accumulate=3", "batch_size 32 cannot be divided by accumulate 3"),
+        ("warmup_epochs=40", "warmup_epochs 40 leaves nothing of epochs 40; set it lower"),
+        ("min_lr=1", r"min_lr 1 is above the learning rate 0\.002 at batch 32"),
         ("optimizer=admw", "timm has no optimizer 'admw'; did you mean adamw?"),
         ("optimizer=zzzzzz", r"timm has no optimizer 'zzzzzz'; timm.optim.list_optimizers\(\) has them all"),
         ("augment=much", "augment is 'much', but must be none or start with one of 3-augment"),
         ("crop_scale=[0.9, 0.1]", "crop_scale is .*, but must be two rising numbers above 0"),
-        ("crop_scale=[0.1, 0.9]", "crop_scale and crop_padding are two kinds of crop"),
-        ("repeated_augmentation=65", "65 copies of an image do not fit into a batch of 64"),
+        ("crop_padding=2", "crop_scale and crop_padding are two kinds of crop"),
+        ("repeated_augmentation=33", "33 copies of an image do not fit into a batch of 32"),
         ("distillation=hard", "hard distillation needs a teacher"),
         ("teacher=resnet18", "the teacher resnet18 is not used; set distillation to hard or soft"),
         ("lr", "'lr' sets nothing: write key=value, such as lr=1e-3"),
         ("lr=[1", r"'lr=\[1' sets no value that YAML can read"),
     ],
 )
-def test_bad_values(setting: str, message: str) -> None:
+def test_bad_values(setting: str, message: str, tmp_path: Path) -> None:
+    write(tmp_path, mine="epochs: 40\nbatch_size: 32\nlr: 2e-3\n")
     with pytest.raises(ValueError, match=message) as error:
-        load_recipe("digits", [setting])
+        load_recipe(tmp_path / "mine.yaml", [setting])
     assert "\n" not in str(error.value)
 
 
