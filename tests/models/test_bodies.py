@@ -133,3 +133,21 @@ def test_other_image_sizes(body: str, mixer: str) -> None:
     torch.testing.assert_close(model(x), expected)
     model.set_input_size((64, 96))
     assert model(x[..., :64, :96]).shape == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("body", "size"), [("columnar_tiny", {"depth": 1}), ("pyramid_tiny", {"depths": (1, 1, 1, 1)})]
+)
+def test_weight_init(body: str, size: dict) -> None:
+    fixed, fan_in = (build(body, "softmax", weight_init=kind, num_classes=100, **size) for kind in ("fixed", "fan_in"))
+    for (name, a), b in zip(fixed.state_dict().items(), fan_in.state_dict().values(), strict=True):
+        if a.ndim == 2 and not name.startswith("head"):
+            assert a.std() == pytest.approx(0.02, rel=0.1), name
+            assert b.std() == pytest.approx(a.shape[1] ** -0.5, rel=0.2), name
+        elif "pos_embed" in name:
+            assert b.std() == pytest.approx(1, rel=0.1)
+    assert fan_in.state_dict()["head.weight"].std() == pytest.approx(0.02, rel=0.1)
+    fan_in.reset_classifier(1000)
+    assert fan_in.state_dict()["head.weight"].std() == pytest.approx(0.02, rel=0.1)
+    with pytest.raises(ValueError, match="unknown weight_init 'xavier': choose one of fixed, fan_in"):
+        build(body, "softmax", weight_init="xavier")
