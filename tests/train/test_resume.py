@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tokamix.train.run
 from tests.train.tiny import TINY, assert_same_bits, run, state_of, tiny_data
 from tokamix.train.engine import Engine
 from tokamix.train.state import read_state, write_state
@@ -75,6 +76,32 @@ def test_going_on_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name
     rows = [[{k: v for k, v in row.items() if k not in timing} for row in r.epochs] for r in (whole, resumed)]
     assert rows[0] == rows[1]
     assert whole.best == resumed.best
+
+
+def test_the_scaler_of_fp16_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scaler that grows every second step, on the CPU, where Accelerate would not make one."""
+    real = tokamix.train.run.make_accelerator
+
+    def with_scaler(*args):
+        accelerator = real(*args)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        return accelerator
+
+    def patched() -> None:
+        monkeypatch.setattr(tokamix.train.run, "make_accelerator", with_scaler)
+
+    patched()
+    run(tmp_path / "whole", save_every=3, clip_grad=1.0)
+    stop_at(monkeypatch, 7)
+    with pytest.raises(Stop):
+        run(tmp_path / "broken", save_every=3, clip_grad=1.0)
+    monkeypatch.undo()
+    patched()
+    run(tmp_path / "broken", save_every=3, clip_grad=1.0)
+    assert_same_bits(tmp_path / "whole", tmp_path / "broken")
+    states = [read_state(tmp_path / name / "state" / "state.safetensors")[1] for name in ("whole", "broken")]
+    assert states[0]["scaler"] == states[1]["scaler"]
+    assert states[0]["scaler"]["scale"] == 8.0 * 2**7
 
 
 def test_same_seed_same_result(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -19,9 +20,12 @@ from tests.train.tiny import TINY, run, tiny_data
 from tokamix.data import make_loader
 from tokamix.evaluate import evaluate
 from tokamix.train import train
+from tokamix.train.build import build_model, data_config, timm_config
 from tokamix.train.curves import draw_curves
 from tokamix.train.engine import Engine
+from tokamix.train.files import write_tensors
 from tokamix.train.optim import make_optimizer
+from tokamix.train.state import whole_weights
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +138,33 @@ def test_fine_tuning(finished: Path, tmp_path: Path, finetune: dict) -> None:
 def test_starting_from_weights_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="starts from trained weights; give them with --checkpoint, or --pretrained"):
         run(tmp_path / "a", finetune=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["test_vit", "test_resnet", "test_efficientnet", "amixer_tiny", "xcit_nano_12_p16_sima"]
+)
+def test_any_model_comes_back(tmp_path: Path, name: str) -> None:
+    """Models that are made for one size and models that are not: timm makes them again as they were."""
+    model, arguments = build_model(name, replace(TINY, model_kwargs={}, image_size=64), num_classes=3, channels=1)
+    config = data_config(model, replace(TINY, image_size=64), channels=1)
+    (tmp_path / "config.json").write_text(json.dumps(timm_config(model, arguments, config, ("a", "b", "c"))))
+    write_tensors(tmp_path / "model.safetensors", whole_weights(model))
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    image = torch.randn(1, 1, 64, 64)
+    assert torch.equal(again(image), model.eval()(image))
+    assert ("img_size" in arguments) == (name in ("test_vit", "amixer_tiny"))
+
+
+def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple] = []
+    started = SimpleNamespace(log=lambda row: calls.append(("log", row)), finish=lambda: calls.append(("finish",)))
+    client = SimpleNamespace(init=lambda **kw: calls.append(("init", kw)) or started)
+    monkeypatch.setitem(sys.modules, "wandb", client)
+    run(tmp_path / "a", epochs=2, wandb="project")
+    assert calls[0][1]["project"] == "project"
+    assert calls[0][1]["config"]["lr"] == TINY.lr
+    assert [row["epoch/top1"] for kind, row in calls[1:-1] if "epoch/top1" in row]
+    assert calls[-1] == ("finish",)
 
 
 def test_a_module_of_ones_own(tmp_path: Path) -> None:

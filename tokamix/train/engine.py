@@ -6,13 +6,15 @@ state on the disk holds all the rest. So one that is killed and started again en
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tokamix.data import Loader
 from tokamix.recipes import Recipe
@@ -61,10 +63,12 @@ class Engine:
         folder: RunFolder,
         accelerator: Accelerator,
         options: Options,
+        settings: Row,
     ) -> None:
         self.task, self.wrapped, self.model, self.optimizer = task, wrapped, model, optimizer
         self.train_loader, self.val_loader = loaders
         self.recipe, self.folder, self.accelerator, self.options = recipe, folder, accelerator, options
+        self.settings = settings  # what the run was started with; kept with its state
         self.device, self.main = accelerator.device, accelerator.is_main_process
         self.steps = len(self.train_loader) // recipe.accumulate
         if not self.steps:
@@ -76,6 +80,7 @@ class Engine:
         self.drop_path = DropPathSchedule(model, recipe)
         self.ema = Ema(model, recipe.ema) if recipe.ema else None
         self.meter = Meter(self.device)
+        self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self.epoch, self.step, self.skipped, self.finished = 0, 0, 0, False
         self.sums: dict[str, float] = {}  # of this epoch, over `self.counted` steps
         self.counted, self.seconds = 0, 0.0
@@ -88,7 +93,7 @@ class Engine:
         """How many steps of the optimizer are done."""
         return self.epoch * self.steps + self.step
 
-    def fit(self, display: Display, trackers: Trackers | None, present: Any) -> None:
+    def fit(self, display: Display, trackers: Trackers | None, present: Callable[[Row | None], None]) -> None:
         """Train to the end of the recipe; `present` is called with the best row where people may look."""
         self.display, self.trackers, self.present = display, trackers, present
         with Interrupts(active=self.accelerator.num_processes == 1) as self.interrupts, display:
@@ -188,6 +193,7 @@ class Engine:
 
     def _finish_epoch(self) -> None:
         fill = self.recipe.micro_batch(self.accelerator.num_processes) if self.recipe.compile else None
+        self._share_buffers()
         found = {"": self.task.evaluate(self.model, self.val_loader, fill)}
         if self.ema is not None:
             with self.ema.in_place():
@@ -214,6 +220,14 @@ class Engine:
         if due or self.options.save_every:
             self.save()  # last of all: a run that calls itself finished has everything in its folder
 
+    def _share_buffers(self) -> None:
+        """Statistics that each process gathered on its own become the first one's, which are those that are saved."""
+        if self.accelerator.num_processes > 1:
+            for name, buffer in self.model.named_buffers():
+                dist.broadcast(buffer, 0)
+                if self.ema is not None and name in self.ema.average:
+                    dist.broadcast(self.ema.average[name], 0)
+
     def _save_is_due(self) -> bool:
         """By the clock of any process, unless the steps decide."""
         if self.options.save_every:
@@ -224,9 +238,19 @@ class Engine:
     def save(self) -> None:
         """Write weights and state; best weights first, so that the state never knows of weights that are not there."""
         begun = time.monotonic()
+        if self.main or self.sharded:
+            self._save()
+        if self.trackers is not None:
+            self.trackers.flush()
+        self.best_weights = None
+        self.saved_at = time.monotonic()
+        self.save_cost = self.saved_at - begun
+
+    def _save(self) -> None:
         if self.best_weights is not None:
-            self._write("model", self.best_weights)
-            self.best_weights = None
+            best = self._whole(self.best_weights)
+            if self.main:
+                self.folder.write_weights("model", best)
         tensors, optimizer = optimizer_state(self.optimizer.optimizer, self.model)
         groups: dict[str, Tensors] = {"model": self._whole(self.model.state_dict()), "optimizer": tensors}
         if self.ema is not None:
@@ -249,8 +273,6 @@ class Engine:
         if self.main:
             self.folder.write_weights("last", groups["model"])
             write_state(self.folder.state, groups, rest)
-        self.save_cost = time.monotonic() - begun
-        self.saved_at = time.monotonic()
 
     def restore(self, groups: dict[str, Tensors], rest: Row) -> None:
         """Go back to a saved state."""
@@ -267,13 +289,6 @@ class Engine:
             self.accelerator.scaler.load_state_dict(rest["scaler"])
         for key in ("epoch", "step", "sums", "counted", "seconds", "best", "skipped", "finished"):
             setattr(self, key, rest[key])
-
-    settings: Row = {}  # noqa: RUF012, what the run was started with; set once by its owner
-
-    def _write(self, name: str, weights: dict[str, Tensor]) -> None:
-        tensors = self._whole(weights)
-        if self.main:
-            self.folder.write_weights(name, tensors)
 
     @staticmethod
     def _whole(weights: dict[str, Tensor]) -> Tensors:

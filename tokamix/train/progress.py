@@ -64,8 +64,9 @@ class Display:
             + f"  {row['images_per_second']:,.0f} img/s  {row['seconds']:.1f} s"
             + ("  best" if best else ""),
             highlight=False,
+            soft_wrap=True,
         )
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        self.console.print(text, highlight=False, markup=False)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)

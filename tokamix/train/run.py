@@ -1,5 +1,6 @@
 """A training run from start to end."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from tokamix.evaluate.accuracy import statistics
 from tokamix.recipes import Recipe, load_recipe
 from tokamix.train.build import build_model, data_config, timm_config
 from tokamix.train.engine import Engine, Options
-from tokamix.train.parallel import Accelerator, distribute, make_accelerator
+from tokamix.train.parallel import Accelerator, any_process, distribute, make_accelerator
 from tokamix.train.progress import Display
 from tokamix.train.run_folder import Row, RunFolder
 from tokamix.train.state import read_state
@@ -95,6 +96,8 @@ def train(
     """
     recipe = load_recipe(recipe, overrides) if not isinstance(recipe, Recipe) else recipe
     accelerator = make_accelerator(recipe.precision, device)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what PyTorch asks for
     if accelerator.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = not deterministic
@@ -115,14 +118,16 @@ def train(
         folder = RunFolder(output)
         settings = {**recipe.to_dict(), "model": described["architecture"], "data": opened.name}
         state = _saved_state(folder, settings, resume)
+        found, missed = (any_process(flag, accelerator.device) for flag in (state is not None, state is None))
+        if found and missed:
+            raise ValueError(f"not every machine sees the state in {folder.path}; put it on a disk that they share")
 
         loaders = _loaders(opened, recipe, config, accelerator, workers)
         task = _task(recipe, opened, config, accelerator)
         task.prepare(network)
         wrapped, core, optimizer = distribute(accelerator, network, recipe, fsdp)
         options = Options(save_every, log_every, skip_nan)
-        engine = Engine(task, wrapped, core, optimizer, loaders, recipe, folder, accelerator, options)
-        engine.settings = settings
+        engine = Engine(task, wrapped, core, optimizer, loaders, recipe, folder, accelerator, options, settings)
         if state is not None:
             engine.restore(*state)
         main = accelerator.is_main_process

@@ -36,6 +36,11 @@ class Trackers:
         if self.wandb is not None:
             self.wandb.log({**numbers, "update": row["update"]})
 
+    def flush(self) -> None:
+        """Bring the numbers so far to the disk."""
+        if self.board is not None:
+            self.board.flush()
+
     def close(self) -> None:
         """Bring everything to its place."""
         if self.board is not None:
