@@ -7,6 +7,9 @@ random images show the same speed. `--epochs 6` is enough for the time of an epo
 import argparse
 import tempfile
 import time
+import warnings
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -38,6 +41,16 @@ def seconds_of_data(data: ImageData, recipe, device: str, batches: int = 50) -> 
     return (time.perf_counter() - begun) / batches
 
 
+def waits(data: ImageData, recipe) -> Counter:
+    """Where the host waits for the device in an epoch, and how often."""
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(None, data, replace(recipe, epochs=1, warmup_epochs=0, compile=False), tempfile.mkdtemp(), quiet=True)
+    torch.cuda.set_sync_debug_mode("default")
+    return Counter(f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data", nargs="?", help="the packs, as `tokamix train --data` takes them")
@@ -66,6 +79,8 @@ def main() -> None:
     )
     hundred = total + (100 - args.epochs) * (total - first) / max(1, args.epochs - 1)
     print(f"100 epochs would take {hundred:.0f} s")
+    if device == "cuda" and args.model is None:
+        print(f"the host waits, in an epoch of {steps} steps:", dict(waits(data, recipe).most_common(8)))
 
 
 if __name__ == "__main__":

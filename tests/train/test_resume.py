@@ -1,5 +1,6 @@
 """Runs that are stopped and go on."""
 
+import itertools
 import json
 import os
 import signal
@@ -117,6 +118,21 @@ def test_what_is_read_and_written_on_the_way_changes_nothing(tmp_path: Path) -> 
     run(tmp_path / "b", epochs=2)
     a, b = state_of(tmp_path / "a"), state_of(tmp_path / "b")
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("seconds", [0, 20])
+def test_saved_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: int) -> None:
+    """Once a minute, less often where saving takes long, and at the end."""
+    saves = []
+    real = Engine._save
+    monkeypatch.setattr(Engine, "_save", lambda self: (saves.append(self.update), real(self)))
+    if seconds:  # pass whenever somebody looks at the clock
+        clock = itertools.count(step=seconds)
+        monkeypatch.setattr("tokamix.train.engine.time.monotonic", lambda: float(next(clock)))
+    run(tmp_path / "a", log_every=1)
+    assert saves[-1] == 15
+    # by this clock a save takes 20 s, so that the next one is 1000 s away
+    assert len(saves) in ((2, 3) if seconds else (1,))
 
 
 def test_kill_9_at_random_moments(tmp_path: Path) -> None:
