@@ -38,7 +38,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, update: int, act=None) -> None:
 
 
 SETTINGS = {
-    "plain": {},
+    "plain": {"deterministic": True},
     "everything": {
         "ema": 0.9,
         "accumulate": 2,

@@ -175,6 +175,14 @@ def test_a_module_of_ones_own(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, saved[name]) for name, tensor in loaded.state_dict().items())
 
 
+def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"somebody's")
+    for resume in (True, False):
+        with pytest.raises(ValueError, match="holds a model that is not of a run of ours; use another --output"):
+            run(tmp_path, resume=resume)
+    assert (tmp_path / "model.safetensors").read_bytes() == b"somebody's"
+
+
 def test_five_lines(tmp_path: Path) -> None:
     result = train("columnar_tiny_sima", tiny_data(), "small", tmp_path / "a", quiet=True, device="cpu", overrides={
         "epochs": 2, "warmup_epochs": 0, "batch_size": 16, "image_size": 16, "precision": "fp32", "compile": False,
@@ -191,6 +199,10 @@ def test_what_cannot_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         run(tmp_path / "a", batch_size=128)
     with pytest.raises(ValueError, match="vgg11 takes no argument 'drop_path_rate'; take it out of the recipe"):
         run(tmp_path / "a", network="vgg11", model_kwargs={}, drop_path=0.1)
+    with pytest.raises(ValueError, match="the model tells 7 classes apart, but the data has 4"):
+        run(tmp_path / "a", network=timm.create_model("test_resnet", num_classes=7))
+    with pytest.raises(ValueError, match="overrides go with the name of a recipe"):
+        run(tmp_path / "a", overrides=["lr=1"])
     with pytest.raises(ValueError, match="fp16 needs a GPU"):
         run(tmp_path / "a", precision="fp16")
     monkeypatch.setitem(sys.modules, "wandb", None)

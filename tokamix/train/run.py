@@ -1,7 +1,8 @@
 """A training run from start to end."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -94,34 +95,23 @@ def train(
         wandb: a project of Weights & Biases to report to as well.
         quiet: print nothing.
     """
-    recipe = load_recipe(recipe, overrides) if not isinstance(recipe, Recipe) else recipe
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(recipe, overrides)
+    elif overrides:
+        raise ValueError("overrides go with the name of a recipe; for a recipe itself use dataclasses.replace")
     accelerator = make_accelerator(recipe.precision, device)
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what PyTorch asks for
-    if accelerator.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.benchmark = not deterministic
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(deterministic or before)
-    try:
-        opened = open_data(data, seed=recipe.seed) if isinstance(data, str) else data
-        channels = recipe.model_kwargs.get("in_chans", 3)
-        arguments: Row = {}
-        network: Any = model
-        if not isinstance(model, nn.Module):
-            network, arguments = build_model(model, recipe, len(opened.classes), channels, checkpoint, pretrained)
-        elif checkpoint is not None:
-            load_checkpoint(model, checkpoint)
-        recipe = _with_crop(recipe, network, opened)
-        config = data_config(network, recipe, channels)
-        described = timm_config(network, arguments, config, opened.classes)
-        folder = RunFolder(output)
-        settings = {**recipe.to_dict(), "model": described["architecture"], "data": opened.name}
-        state = _saved_state(folder, settings, resume)
-        found, missed = (any_process(flag, accelerator.device) for flag in (state is not None, state is None))
-        if found and missed:
-            raise ValueError(f"not every machine sees the state in {folder.path}; put it on a disk that they share")
+    main = accelerator.is_main_process
+    opened = open_data(data, seed=recipe.seed) if isinstance(data, str) else data
+    channels = recipe.model_kwargs.get("in_chans", 3)
+    network, arguments = _model(model, recipe, len(opened.classes), channels, checkpoint, pretrained)
+    recipe = _with_crop(recipe, network, opened)
+    config = data_config(network, recipe, channels)
+    described = timm_config(network, arguments, config, opened.classes)
+    folder = RunFolder(output)
+    settings = {**recipe.to_dict(), "model": described["architecture"], "data": opened.name}
+    state = _saved_state(folder, settings, resume, accelerator)
 
+    with _numerics(accelerator.device, deterministic):
         loaders = _loaders(opened, recipe, config, accelerator, workers)
         task = _task(recipe, opened, config, accelerator)
         task.prepare(network)
@@ -130,33 +120,70 @@ def train(
         engine = Engine(task, wrapped, core, optimizer, loaders, recipe, folder, accelerator, options, settings)
         if state is not None:
             engine.restore(*state)
-        main = accelerator.is_main_process
-        if main and not engine.finished:
+        if main:
             if state is None:
                 folder.forget()
-            folder.begin(recipe.to_yaml(), described, accelerator.num_processes, accelerator.device)
-        if main:
+            if not engine.finished:
+                folder.begin(recipe.to_yaml(), described, accelerator.num_processes, accelerator.device)
             folder.rewind(engine.epoch, engine.update)
-        trackers = Trackers(folder.path, engine.update, settings, wandb) if main and not engine.finished else None
         title = f"{described['architecture']} on {opened.name}"
-        try:
+        with ExitStack() as stack:
+            trackers = None
+            if main and not engine.finished:
+                trackers = stack.enter_context(closing(Trackers(folder.path, engine.update, settings, wandb)))
             engine.fit(
                 Display(title, recipe.epochs, engine.steps, engine.update, silent=quiet or not main),
                 trackers,
                 lambda best: folder.present(described, recipe.to_dict(), opened.name, best),
             )
-        finally:
-            if trackers is not None:
-                trackers.close()
-        accelerator.wait_for_everyone()
-        return RunResult(folder.path, engine.best or {}, folder.epochs)
+    accelerator.wait_for_everyone()
+    return RunResult(folder.path, engine.best or {}, folder.epochs)
+
+
+@contextmanager
+def _numerics(device: torch.device, deterministic: bool) -> Iterator[None]:
+    """PyTorch's settings for a run, and those of before afterwards."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    benchmark = torch.backends.cudnn.benchmark
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what PyTorch asks for
+        torch.use_deterministic_algorithms(True)
+    elif device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.benchmark = True
+    try:
+        yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before[0])
+        torch.set_float32_matmul_precision(before[1])
+        torch.backends.cudnn.benchmark = benchmark
 
 
-def _saved_state(folder: RunFolder, settings: Row, resume: bool) -> Any:
+def _model(
+    model: str | nn.Module | None,
+    recipe: Recipe,
+    num_classes: int,
+    channels: int,
+    checkpoint: str | Path | None,
+    pretrained: bool,
+) -> tuple[Any, Row]:
+    """The network, and the arguments that timm makes it from."""
+    if not isinstance(model, nn.Module):
+        return build_model(model, recipe, num_classes, channels, checkpoint, pretrained)
+    if (answers := getattr(model, "num_classes", num_classes)) != num_classes:
+        raise ValueError(f"the model tells {answers} classes apart, but the data has {num_classes}")
+    if checkpoint is not None:
+        load_checkpoint(model, checkpoint)
+    return model, {}
+
+
+def _saved_state(folder: RunFolder, settings: Row, resume: bool, accelerator: Accelerator) -> Any:
     """The state to go on from, if there is one and it is of the same run."""
-    if not (resume and folder.state.is_file()):
+    exists = resume and folder.state.is_file()
+    found, missed = (any_process(flag, accelerator.device) for flag in (exists, not exists))
+    if found and missed:
+        raise ValueError(f"not every machine sees the state in {folder.path}; put it on a disk that they share")
+    if not exists:
         return None
     groups, rest = read_state(folder.state)
     then = rest["settings"]

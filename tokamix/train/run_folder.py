@@ -46,6 +46,8 @@ class RunFolder:
 
     def forget(self) -> None:
         """Remove what a run of before left, so that this one starts anew."""
+        if (self.path / "model.safetensors").exists() and not (self.path / "metrics.jsonl").exists():
+            raise ValueError(f"{self.path} holds a model that is not of a run of ours; use another --output")
         for name in ("metrics.jsonl", "metrics.csv", "curves.png", "model.safetensors", "last.safetensors"):
             (self.path / name).unlink(missing_ok=True)
         self.state.unlink(missing_ok=True)
