@@ -6,20 +6,15 @@ import os
 import platform
 import time
 from collections.abc import Iterator
-from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
-
-if TYPE_CHECKING:
-    import torch
 
 app = typer.Typer(
     help="Vision token mixers from five papers, inside timm.",
@@ -92,57 +87,42 @@ def info() -> None:
 
 
 @app.command()
-def demo(model: Annotated[str, typer.Option(help="which model to run")] = "stvit_small") -> None:
-    """List the models, run one on a photo that ships with scikit-learn, and every mixer in the same small body."""
-    models()
-    if find_spec("sklearn") is None:
-        console.print("the demo's photo comes with scikit-learn: pip install 'tokamix\\[demo]'")
-        raise typer.Exit(1)
-    import torch
-    from PIL import Image
-    from sklearn.datasets import load_sample_image
-    from timm.data import create_transform, resolve_model_data_config
+def demo(
+    output: Annotated[Path, typer.Option(help="folder for the runs and the report")] = Path("runs/demo"),
+    seeds: Annotated[int, typer.Option(min=1, help="trainings of each mixer")] = 1,
+    resume: Annotated[bool, typer.Option(help="go on with what is in the folder, or start over")] = True,
+    quick: Annotated[bool, typer.Option("--quick", help="two epochs, to see that everything works")] = False,
+) -> None:
+    """Train softmax and five mixers on scans of digits, compare them, and write a page about it; a few minutes."""
+    with _plain_errors():
+        from tokamix.demo import run
+        from tokamix.demo.report import accuracy_text, amount
 
-    import tokamix
-
-    network = tokamix.create_model(model).eval()
-    photo = Image.fromarray(load_sample_image("china.jpg"))
-    image = create_transform(**resolve_model_data_config(network))(photo)[None]
-    with torch.inference_mode():
         start = time.perf_counter()
-        logits = network(image)
-        seconds = time.perf_counter() - start
-        maps = network.forward_intermediates(image, intermediates_only=True)
-    console.print(f"\n{model} on a photo of {photo.width}x{photo.height} px, resized to {tuple(image.shape[2:])}:")
-    for info, features in zip(network.feature_info, maps, strict=True):
-        console.print(f"  {info['module']:<10} stride {info['reduction']:>2}   features {tuple(features.shape)}")
-    console.print(
-        f"  logits {tuple(logits.shape)} in {seconds * 1e3:.0f} ms; the weights are random, nothing was downloaded"
-    )
-    _compare_mixers(image)
+        console.print("One small network, six ways for its tokens to talk, learning to read digits:")
+        if resume and (output / "report.html").is_file():
+            console.print(f"[dim]what is finished in {output} is not trained again; --no-resume starts over[/]")
+        with console.status("training, each on a core of its own") as status:
 
+            def say(text: str) -> None:
+                console.print(f"  {text}", highlight=False)
 
-def _compare_mixers(image: "torch.Tensor", body: str = "columnar_tiny") -> None:
-    """Every registered mixer in one body: what it costs on this image and this machine."""
-    import torch
-
-    import tokamix
-    from tokamix.bench.timing import median_ms
-    from tokamix.mixers import list_mixers
-
-    console.print(f"\nOne body ({body}), many mixers, on the same photo:")
-    table = Table(box=None, header_style="bold")
-    table.add_column("mixer", no_wrap=True)
-    for title in ("params (M)", "GMACs", "exp (1000s)", "ms, CPU"):
-        table.add_column(title, justify="right")
-    for mixer in track(list_mixers(), "running", console=console, transient=True):
-        network = tokamix.build(body, mixer).eval()
-        params = sum(p.numel() for p in network.parameters())
-        macs, exps = tokamix.count_macs(network), tokamix.count_exp(network).total()
-        with torch.inference_mode():
-            ms = median_ms(partial(network, image), "cpu", seconds=0.3)
-        table.add_row(mixer, f"{params / 1e6:.2f}", f"{macs / 1e9:.2f}", f"{exps / 1e3:,.0f}", f"{ms:.0f}")
-    console.print(table)
+            report, page = run(output, range(seeds), quick, resume, say)
+            status.stop()
+        table = Table(box=None, header_style="bold", caption_justify="left", pad_edge=False)
+        table.add_column("token mixer")
+        for title in ("accuracy", "params", "MACs", "exp calls", "CPU latency", "training"):
+            table.add_column(title, justify="right", no_wrap=True)
+        for result in report.results:
+            costs = (amount(result.parameters), amount(result.macs), amount(result.exps))
+            times = (f"{result.latency_ms:.1f} ms", f"{result.seconds:.0f} s")
+            table.add_row(result.title, accuracy_text(result), *costs, *times)
+        table.caption = (
+            f"{report.train_images:,} scans to learn from, {report.test_images} to test on: differences below"
+            f" {report.noise:.1f} points mean nothing"
+        )
+        console.print("", table)
+        console.print(f"\n{(time.perf_counter() - start) / 60:.1f} min; the whole story, with pictures: {page}")
 
 
 @app.command()
@@ -186,6 +166,7 @@ def train(
     resume: Annotated[bool, typer.Option(help="go on with the run in the folder, or start over")] = True,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one")] = None,
     workers: Annotated[int, typer.Option(help="processes that decode images")] = min(8, os.cpu_count() or 1),
+    corrupt: Annotated[Literal["raise", "skip"], typer.Option(help="what to do with undecodable pictures")] = "raise",
     save_every: Annotated[int | None, typer.Option(help="steps between saved states; default: by the clock")] = None,
     log_every: Annotated[int, typer.Option(help="steps between lines of metrics.jsonl")] = 50,
     skip_nan: Annotated[int, typer.Option(help="leave out so many steps whose loss is not finite")] = 0,
@@ -214,6 +195,7 @@ def train(
             resume=resume,
             device=device,
             workers=workers,
+            corrupt=corrupt,
             save_every=save_every,
             log_every=log_every,
             skip_nan=skip_nan,
@@ -239,6 +221,7 @@ def eval_(
     batch_size: Annotated[int, typer.Option(help="images of one forward pass")] = 128,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one")] = None,
     workers: Annotated[int, typer.Option(help="processes that decode images")] = min(8, os.cpu_count() or 1),
+    corrupt: Annotated[Literal["raise", "skip"], typer.Option(help="what to do with undecodable pictures")] = "raise",
 ) -> None:
     """Measure the accuracy of a run, a checkpoint or a pretrained model."""
     with _plain_errors():
@@ -252,6 +235,7 @@ def eval_(
             batch_size=batch_size,
             device=device,
             workers=workers,
+            corrupt=corrupt,
         )
         console.print(f"top-1 {found['top1']:.2f} %  top-5 {found['top5']:.2f} %  loss {found['loss']:.4f}")
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from tests.train.tiny import run, tiny_data
@@ -76,3 +77,19 @@ def test_the_bar_of_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "img/s" in shown[0]
     assert "top-1" in shown[0]
     assert shown[1] == "epoch 3/3"
+
+
+def test_a_folder_with_a_damaged_picture(tmp_path: Path) -> None:
+    """It is named; or skipped, if asked for; `--workers` decode."""
+    for name, shade in (("dark", 40), ("bright", 200)):
+        for part in ("train", "val"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for i in range(8):
+                Image.new("RGB", (20, 20), (shade + i,) * 3).save(tmp_path / part / name / f"{i}.png")
+    (tmp_path / "train" / "dark" / "3.png").write_bytes(b"no picture")
+    arguments = f"train --data {tmp_path} --device cpu --workers 1 --model columnar_tiny_sima --output {tmp_path}/run"
+    settings = "epochs=1 warmup_epochs=0 batch_size=8 image_size=16 precision=fp32 compile=false mixup=0 cutmix=0"
+    settings += " model_kwargs.dim=16 model_kwargs.depth=1 model_kwargs.num_heads=2 model_kwargs.patch_size=4"
+    command = [*arguments.split(), *(word for setting in settings.split() for word in ("--set", setting))]
+    assert "3.png" in call(*command, code=1)
+    assert "best top-1" in call(*command, "--corrupt", "skip")

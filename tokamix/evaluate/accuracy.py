@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import timm
 import torch
@@ -68,6 +68,7 @@ def evaluate(
     batch_size: int = 128,
     device: str | None = None,
     workers: int = 0,
+    corrupt: Literal["raise", "skip"] = "raise",
 ) -> dict[str, float]:
     """Accuracy of a run, a checkpoint or a model on a validation set.
 
@@ -80,6 +81,7 @@ def evaluate(
         batch_size: images of one forward pass.
         device: default: a GPU where there is one.
         workers: processes that decode.
+        corrupt: what to do with pictures that cannot be decoded: stop and name the first, or skip them.
     """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     opened = open_data(data) if isinstance(data, str) else data
@@ -94,9 +96,8 @@ def evaluate(
         crop_pct=config["crop_pct"],
         interpolation=config["interpolation"],
     )
-    loader = make_loader(
-        opened.val, recipe, train=False, batch_size=batch_size, device=place, workers=workers, **statistics(config)
-    )
+    reading: dict[str, Any] = {"batch_size": batch_size, "device": place, "workers": workers, "corrupt": corrupt}
+    loader = make_loader(opened.val, recipe, train=False, **reading, **statistics(config))
     return accuracy(network, loader)
 
 

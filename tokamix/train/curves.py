@@ -25,6 +25,7 @@ def draw_curves(epochs: list[dict[str, Any]], path: Path) -> None:
                 marker = "." if len(x) < 30 else None
                 panel.plot(x, [row.get(key) for row in epochs], label=label, marker=marker, linewidth=1.6)
         panel.set_xlabel("epoch")
+        panel.xaxis.get_major_locator().set_params(integer=True)
         panel.set_title(title, fontsize=10, loc="left")
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -186,8 +187,9 @@ class Engine:
             self.sums[key] = self.sums.get(key, 0.0) + value * count
         row = {"event": "train", "epoch": self.epoch, "step": self.step, "update": self.update, **means}
         row |= {"lr": self._lr(), "images_per_second": round(count * self.recipe.batch_size / seconds, 1)}
-        if self.device.type == "cuda":
-            row["memory_gb"] = round(torch.cuda.max_memory_allocated(self.device) / 2**30, 2)
+        cuda = self.device.type == "cuda"
+        used = torch.cuda.max_memory_allocated(self.device) if cuda else psutil.Process().memory_info().rss
+        row["memory_gb"] = round(used / 2**30, 2)
         self._log(row)
         self.display.report(row)
 

@@ -14,6 +14,7 @@ class Display:
         self.console = Console(quiet=silent)
         self.epochs, self.steps = epochs, steps
         self.accuracy: list[str] = []  # of the last evaluation
+        self.last: dict[str, Any] | None = None
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -47,15 +48,17 @@ class Display:
 
     def report(self, row: dict[str, Any]) -> None:
         """Show the numbers of the last steps."""
+        self.last = row
         parts = [f"loss {row['loss']:.3f}", *self.accuracy, f"{row['images_per_second']:,.0f} img/s"]
-        if "memory_gb" in row:
-            parts.append(f"{row['memory_gb']:.1f} GB")
-        self.bar.update(self.task, description=f"epoch {row['epoch'] + 1}/{self.epochs}", text="  ".join(parts))
+        text = "  ".join([*parts, f"{row['memory_gb']:.1f} GB"])
+        self.bar.update(self.task, description=f"epoch {row['epoch'] + 1}/{self.epochs}", text=text)
 
     def epoch(self, row: dict[str, Any], best: bool) -> None:
         """Print an epoch's line."""
         if "top1" in row:
             self.accuracy = [f"top-1 {row['top1']:.2f}"]
+        if self.last is not None:
+            self.report(self.last)
         averaged = f" (averaged {row['ema_top1']:.2f})" if "ema_top1" in row else ""
         self.console.print(
             f"epoch {row['epoch'] + 1:>{len(str(self.epochs))}}/{self.epochs}"

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import timm
 import torch
@@ -65,6 +65,7 @@ def train(
     resume: bool = True,
     device: str | None = None,
     workers: int = 0,
+    corrupt: Literal["raise", "skip"] = "raise",
     save_every: int | None = None,
     log_every: int = 50,
     skip_nan: int = 0,
@@ -87,6 +88,7 @@ def train(
         resume: go on with the run in `output`; otherwise it is started over.
         device: "cuda" or "cpu"; default: a GPU where there is one.
         workers: processes that decode images, for sets that do not fit on the device.
+        corrupt: what to do with pictures that cannot be decoded: stop and name the first, or skip them.
         save_every: steps between saved states; default: by the clock, see `Options`.
         log_every: steps between readings of the numbers.
         skip_nan: how many steps with a loss that is not finite are left out before the run stops.
@@ -112,7 +114,7 @@ def train(
     state = _saved_state(folder, settings, resume, accelerator)
 
     with _numerics(accelerator.device, deterministic):
-        loaders = _loaders(opened, recipe, config, accelerator, workers)
+        loaders = _loaders(opened, recipe, config, accelerator, {"workers": workers, "corrupt": corrupt})
         task = _task(recipe, opened, config, accelerator)
         task.prepare(network)
         wrapped, core, optimizer = distribute(accelerator, network, recipe, fsdp)
@@ -212,10 +214,10 @@ def _with_crop(recipe: Recipe, model: nn.Module, opened: ImageData) -> Recipe:
     return replace(recipe, crop_pct=1.0 if small else resolve_model_data_config(model)["crop_pct"])
 
 
-def _loaders(opened: ImageData, recipe: Recipe, config: Row, accelerator: Accelerator, workers: int) -> Any:
+def _loaders(opened: ImageData, recipe: Recipe, config: Row, accelerator: Accelerator, reading: Row) -> Any:
     batch = recipe.micro_batch(accelerator.num_processes)
     place = {"rank": accelerator.process_index, "world": accelerator.num_processes, "device": accelerator.device}
-    common = {"batch_size": batch, "workers": workers, **place, **statistics(config)}
+    common = {"batch_size": batch, **reading, **place, **statistics(config)}
     train_loader = make_loader(opened.train, recipe, train=True, **common)
     return train_loader, make_loader(opened.val, recipe, train=False, **common)
 
