@@ -5,6 +5,7 @@ from typer.testing import CliRunner
 
 from tokamix.bench.suites import SUITES
 from tokamix.cli import app
+from tokamix.demo import ENTRANTS
 from tokamix.mixers import list_mixers
 
 
@@ -27,13 +28,21 @@ def test_info() -> None:
         assert word in out
 
 
-def test_demo() -> None:
+def test_demo(tmp_path) -> None:
+    """Trains, and tells the same numbers in a table and on a page; a folder keeps one demo."""
     pytest.importorskip("sklearn")
-    out = call("demo", "--model", "xcit_nano_12_p16_sima")
-    assert "features (1, 128, 14, 14)" in out
-    assert "logits (1, 1000)" in out
-    compared = out.partition("many mixers")[2]
-    assert all(f" {mixer} " in compared for mixer in list_mixers())
+    out = call("demo", "--quick", "--output", str(tmp_path))
+    page = (tmp_path / "report.html").read_text()
+    table = out.partition("token mixer")[2]
+    for entrant in ENTRANTS:
+        assert entrant.title in page
+        row = next(line for line in table.splitlines() if line.startswith(entrant.title))
+        accuracy, parameters = row.removeprefix(entrant.title).split()[:3:2]
+        assert f"<td>{accuracy}\u00a0%</td><td>{parameters}" in page
+    assert len(list(tmp_path.rglob("last.safetensors"))) == len(ENTRANTS) == 6
+    again = call("demo", "--output", str(tmp_path), code=1)
+    assert "is not trained again" in again
+    assert "holds a run with other settings" in again
 
 
 def test_bench(tmp_path) -> None:

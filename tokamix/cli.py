@@ -91,7 +91,7 @@ def demo(
     output: Annotated[Path, typer.Option(help="folder for the runs and the report")] = Path("runs/demo"),
     seeds: Annotated[int, typer.Option(min=1, help="trainings of each mixer")] = 1,
     resume: Annotated[bool, typer.Option(help="go on with what is in the folder, or start over")] = True,
-    quick: Annotated[bool, typer.Option("--quick", help="two epochs, to see that everything works")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="one epoch, to see that everything works")] = False,
 ) -> None:
     """Train softmax and five mixers on scans of digits, compare them, and write a page about it; a few minutes."""
     with _plain_errors():

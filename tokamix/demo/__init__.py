@@ -2,12 +2,15 @@
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +22,7 @@ from tokamix.data import ImageData, make_loader, open_data
 from tokamix.demo.report import Course, Report, Result, render
 from tokamix.explain.receptive_field import receptive_field
 from tokamix.recipes import Recipe, load_recipe
-from tokamix.train import train
+from tokamix.train import RunResult, train
 from tokamix.train.build import build_model
 from tokamix.train.files import write_text
 
@@ -48,7 +51,7 @@ class Entrant:
     def recipe(self, seed: int, quick: bool) -> Recipe:
         """How its network is trained: all the same but for the mixer."""
         values = {"model": f"{BODY}_{self.mixer}", "model_kwargs.context_broadcast": self.context_broadcast}
-        shorter = {"epochs": 2, "warmup_epochs": 1, "batch_size": 512} if quick else {}
+        shorter = {"epochs": 1, "warmup_epochs": 0, "model_kwargs.dim": 16} if quick else {}
         return load_recipe("digits", {**values, **shorter, "seed": seed})
 
 
@@ -62,8 +65,8 @@ ENTRANTS = (
     ),
     Entrant(
         "softmax_cb",
-        "Softmax + context broadcasting",
-        "attention, and every token moves half way to the average token",
+        "Context broadcasting",
+        "softmax attention, and every token moves half way to the average token",
         "https://arxiv.org/abs/2210.08457",
         "softmax",
         "cb",
@@ -100,48 +103,85 @@ ENTRANTS = (
 
 
 def run(
-    output: Path, seeds: Sequence[int] = (0,), quick: bool = False, say: Callable[[str], object] = print
+    output: Path,
+    seeds: Sequence[int] = (0,),
+    quick: bool = False,
+    resume: bool = True,
+    say: Callable[[str], object] = print,
 ) -> tuple[Report, Path]:
-    """Train every mixer with every seed, measure it, and write the page.
-
-    What is finished in `output` already is not trained again, so that a stopped demo goes on where it stopped.
+    """Train every mixer with every seed, each on a core of its own, measure it, and write the page.
 
     Args:
         output: folder for the runs and the page.
         seeds: one training each, all on the same split of the data.
-        quick: two epochs, to see that everything works.
-        say: told what is being done.
+        quick: a smaller network for one epoch, to see that everything works.
+        resume: go on with what is in `output`, where finished runs are not trained again; otherwise start over.
+        say: told what is done.
 
     Returns:
         What was measured, and the page's path.
     """
+    jobs = [
+        Job(entrant, entrant.recipe(seed, quick), output / entrant.key / f"seed{seed}", resume)
+        for entrant in ENTRANTS
+        for seed in seeds
+    ]
+    runs: dict[str, list[RunResult]] = {entrant.key: [] for entrant in ENTRANTS}
+    for job, done in _all(jobs):
+        runs[job.entrant.key].append(done)
+        seconds = sum(row["seconds"] for row in done.epochs)
+        say(f"{job.entrant.title}: {done.epochs[-1]['top1']:.1f} % after {seconds:.0f} s")
     data = open_data("digits")
-    example = _example(data, ENTRANTS[0].recipe(0, quick))
-    results = []
-    for number, entrant in enumerate(ENTRANTS, 1):
-        say(f"{number} of {len(ENTRANTS)}: {entrant.title}")
-        results.append(_measure(entrant, data, example.image, output / entrant.key, seeds, quick))
-    recipe = ENTRANTS[0].recipe(0, quick)
-    sizes = recipe.model_kwargs
-    grid = recipe.image_size // sizes["patch_size"]
+    recipe = ENTRANTS[0].recipe(seeds[0], quick)
+    example = _example(data, recipe)
+    results = [_measure(entrant, runs[entrant.key], data, example.image) for entrant in ENTRANTS]
+    body = recipe.model_kwargs
+    side, patch = recipe.image_size // body["patch_size"], body["patch_size"]
     report = Report(
         results=results,
         image=example.picture,
         label=example.label,
-        patch=(grid // 2 * sizes["patch_size"], grid // 2 * sizes["patch_size"], sizes["patch_size"]),
+        patch=(side // 2 * patch, side // 2 * patch, patch),
         train_images=len(data.train),
         test_images=len(data.val),
         epochs=recipe.epochs,
         seeds=seeds,
-        body=f"{BODY} with {sizes['depth']} blocks of {sizes['dim']} channels on {grid}x{grid} tokens",
-        recipe=f"{recipe.name}, batch {recipe.batch_size}, seed {', '.join(map(str, seeds))}",
-        machine=f"{_processor()}, {torch.get_num_threads()} threads, torch {version('torch')}",
+        body=f"{body['depth']} blocks, {side}×{side} tokens",  # noqa: RUF001
+        recipe=f"{recipe.name}: batch {recipe.batch_size}, learning rate {recipe.lr:g}",
+        machine=f"{_processor()}, one core each, torch {version('torch')}",
         date=f"{date.today():%d %B %Y}".lstrip("0"),
         docs=_docs(output),
     )
     page = output / "report.html"
     write_text(page, render(report))
     return report, page
+
+
+class Job(NamedTuple):
+    """A training to do."""
+
+    entrant: Entrant
+    recipe: Recipe
+    output: Path
+    resume: bool
+
+
+def _all(jobs: Sequence[Job]) -> Iterator[tuple[Job, RunResult]]:
+    """Do the jobs, as many at a time as there are cores: so small a network gains nothing from a second one."""
+    workers = min(torch.get_num_threads(), len(jobs))
+    if workers == 1:
+        yield from ((job, _train(job)) for job in jobs)
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        futures = {pool.submit(_train, job): job for job in jobs}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+def _train(job: Job) -> RunResult:
+    torch.set_num_threads(1)
+    data = open_data("digits")
+    return train(None, data, job.recipe, job.output, resume=job.resume, device="cpu", quiet=True)
 
 
 @dataclass(frozen=True)
@@ -162,19 +202,18 @@ def _example(data: ImageData, recipe: Recipe) -> Example:
     return Example(image, picture / picture.max(), SHOWN)
 
 
-def _measure(
-    entrant: Entrant, data: ImageData, image: Tensor, output: Path, seeds: Sequence[int], quick: bool
-) -> Result:
-    runs = [
-        train(None, data, entrant.recipe(seed, quick), output / f"seed{seed}", device="cpu", quiet=True)
-        for seed in seeds
-    ]
-    model, _ = build_model(None, entrant.recipe(seeds[0], quick), len(data.classes))
+def _measure(entrant: Entrant, runs: list[RunResult], data: ImageData, image: Tensor) -> Result:
+    runs = sorted(runs, key=lambda run: run.folder)
+    recipe = load_recipe(runs[0].folder / "recipe.yaml")
+    model, _ = build_model(None, recipe, len(data.classes))
     before = receptive_field(model, image)
     load_checkpoint(model.eval(), runs[0].folder / "last.safetensors")
     size = (image.shape[1], image.shape[2])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with torch.inference_mode():
-        latency = median_ms(partial(model, image[None]), "cpu", seconds=0.5)
+        latency = median_ms(partial(model, image[None]), "cpu", seconds=0.3)
+    torch.set_num_threads(threads)
     return Result(
         key=entrant.key,
         title=entrant.title,

@@ -16,7 +16,9 @@ from torch import Tensor
 
 TEMPLATE = Path(__file__).with_name("report.html")
 HEAT = ((8, 12, 28), (44, 30, 100), (140, 40, 120), (226, 88, 80), (252, 170, 74), (255, 246, 190))  # from 0 to 1
-GAPS = (50, 80, 90, 95, 98, 99, 99.5)  # accuracies that get a line in the picture
+GAPS = (50, 80, 90, 95, 98, 99, 99.5)  # accuracies and losses that get a line in the pictures
+BRIGHTEST = 0.02  # share of a field's pixels that get the brightest colour
+LOSSES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,12 @@ class Report:
 def render(report: Report) -> str:
     """The page: no script, no request, readable on paper, on a phone and in the dark."""
     seeds = len(report.seeds)
-    spread = f"the mean of {seeds} seeds, and their range" if seeds > 1 else f"seed {report.seeds[0]}"
+    spread = "the mean over the seeds, and their range" if seeds > 1 else "of one training each"
     facts = {
         "learnt from": f"{report.train_images:,} scans",
         "tested on": f"{report.test_images:,} others",
-        "training": f"{report.epochs} epochs" + (f", {seeds} seeds" if seeds > 1 else ""),
-        "all training took": f"{seeds * sum(r.seconds for r in report.results) / 60:.1f} min",
+        "training": f"{report.epochs} epochs" + (f", {seeds} seeds" if seeds > 1 else f", seed {report.seeds[0]}"),
+        "network": report.body,
     }
     values = {
         "count": _word(len(report.results)),
@@ -95,6 +97,7 @@ def render(report: Report) -> str:
         "loss_curves": _loss_curves(report),
         "digit": _tile(_png(report.image, ((18, 20, 24), (246, 244, 238))), report),
         "fields": "".join(_fields(result, report) for result in report.results),
+        "brightest": f"{100 * BRIGHTEST:g}",
         "heat": ", ".join(f"rgb{colour}" for colour in HEAT),
         "noise": f"{report.noise:.1f}",
         "spread": spread,
@@ -114,7 +117,7 @@ def amount(number: float) -> str:
     """A count in three digits: 987, 12.3 k, 1.23 M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
-            return f"{number / size:.3g} {unit}"
+            return f"{number / size:#.3g}".rstrip(".") + f" {unit}"
     return f"{number:.0f}"
 
 
@@ -151,22 +154,19 @@ def _accuracy_curves(report: Report) -> str:
     def height(accuracy: float) -> float:
         return -math.log(max(100 - accuracy, least))
 
-    finals = [a for result in report.results for a in result.accuracies]
-    top = min((gap for gap in (*GAPS, 100) if gap > max(finals)), default=100)
+    best = max(a for result in report.results for course in result.courses for a in course.accuracy)
+    top = min((gap for gap in GAPS if gap >= best), default=100)
     ticks = [(height(gap), f"{gap:g} %") for gap in GAPS if gap <= top]
     return _chart(report, lambda course: [height(a) for a in course.accuracy], ticks, (height(50), height(top)))
 
 
 def _loss_curves(report: Report) -> str:
-    values = [value for r in report.results for c in r.courses for value in c.loss if value > 0]
-    low, high = math.log(min(values, default=0.1)), math.log(max(values, default=1))
-    ticks = [(math.log(t), f"{t:g}") for t in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 2)]
-    return _chart(
-        report,
-        lambda course: [math.log(max(value, math.exp(low))) for value in course.loss],
-        [tick for tick in ticks if low <= tick[0] <= high],
-        (low, high),
-    )
+    least = LOSSES[0]
+    values = [max(value, least) for r in report.results for c in r.courses for value in c.loss]
+    low = max(loss for loss in LOSSES if loss <= min(values))
+    ticks = [(math.log(loss), f"{loss:g}") for loss in LOSSES if low <= loss <= max(values)]
+    limits = math.log(low), math.log(max(values))
+    return _chart(report, lambda course: [math.log(max(value, least)) for value in course.loss], ticks, limits)
 
 
 def _chart(
@@ -189,7 +189,8 @@ def _chart(
     for value, text in ticks:
         parts.append(f'<path class="grid" d="M{LEFT} {y(value):.1f}H{RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{text}</text>')
-    for epoch in sorted({1, *(round(report.epochs * part / 4) for part in (1, 2, 3, 4))} - {0}):
+    step = next((n for n in (1, 2, 5, 10, 20, 50) if report.epochs <= 6 * n), 100)
+    for epoch in (1, *range(max(step, 2), report.epochs + 1, step)):
         parts.append(f'<text x="{x(epoch):.1f}" y="{BOTTOM + 18}" text-anchor="middle">{epoch}</text>')
     parts.append(f'<text x="{(LEFT + RIGHT) / 2}" y="{HEIGHT - 1}" text-anchor="middle">epoch</text>')
     for result in report.results:
@@ -211,16 +212,14 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _fields(result: Result, report: Report) -> str:
-    """A mixer's two fields and how much of the trained one lies outside the token's own patch."""
+    """A mixer's two fields, and how much of each lies outside the token's own patch."""
     tiles = ""
     for when, values in (("untrained", result.before), ("trained", result.after)):
-        shown = (values / values.max().clamp_min(1e-30)).sqrt()
-        tiles += f"<figure>{_tile(_png(shown, HEAT), report)}<figcaption>{when}</figcaption></figure>"
-    share = outside(result.after, report.patch)
-    return (
-        f'<article class="{escape(result.key)}"><h3><i></i>{escape(result.title)}</h3><div>{tiles}</div>'
-        f"<p><b>{100 * share:.0f} %</b> from other patches</p></article>"
-    )
+        # the token's own patch is a few pixels that would leave all others in the dark
+        shown = (values / values.quantile(1 - BRIGHTEST).clamp_min(1e-30)).sqrt()
+        share = f"<b>{100 * outside(values, report.patch):.0f}\u00a0%</b>"
+        tiles += f"<figure>{_tile(_png(shown, HEAT), report)}<figcaption>{when}<br>{share}</figcaption></figure>"
+    return f'<article class="{escape(result.key)}"><h3><i></i>{escape(result.title)}</h3><div>{tiles}</div></article>'
 
 
 def outside(values: Tensor, patch: tuple[int, int, int]) -> float:
