@@ -35,7 +35,8 @@ def poison(monkeypatch: pytest.MonkeyPatch):
 def test_stops_and_keeps_the_last_good_state(tmp_path: Path, poison, value: float, log_every: int) -> None:
     poison({(1, 3): value})
     with pytest.raises(
-        NotFiniteError, match=r"at step 9, batch 3 of epoch 1 .*last good state is kept in .*--skip-nan"
+        NotFiniteError,
+        match=r"loss or gradient not finite at step 9, batch 3 of epoch 1 .*last good state is kept in .*--skip-nan",
     ):
         run(tmp_path / "a", save_every=2, log_every=log_every)
     groups, rest = read_state(tmp_path / "a" / "state" / "state.safetensors")
@@ -61,3 +62,28 @@ def test_skips_as_often_as_asked(tmp_path: Path, poison) -> None:
     assert all(torch.isfinite(torch.tensor(row["train_loss"])) for row in result.epochs)
     with pytest.raises(NotFiniteError, match=r"at step 8, batch 2 of epoch 1 .*after 1 that were left out"):
         run(tmp_path / "b", skip_nan=1)
+
+
+def test_a_gradient_that_is_not_finite_although_the_loss_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never saved: named at once where gradients are clipped, else when the weights are to be saved."""
+    real = Classify.cross_entropy
+    steps = iter(range(100))
+
+    def cross_entropy(self: Classify, logits, target):
+        loss = real(self, logits, target)
+        return loss + (logits * 0).sum().sqrt() if next(steps) == 8 else loss  # 0, with a slope of infinity times 0
+
+    monkeypatch.setattr(Classify, "cross_entropy", cross_entropy)
+    for name, settings, said in (
+        ("plain", {}, "weights not finite at step 9"),
+        ("clipped", {"clip_grad": 1.0}, "loss or gradient not finite at step 9"),
+    ):
+        steps = iter(range(100))
+        with pytest.raises(NotFiniteError, match=said):
+            run(tmp_path / name, save_every=1, **settings)
+        groups, rest = read_state(tmp_path / name / "state" / "state.safetensors")
+        assert (rest["epoch"], rest["step"]) == (1, 3)
+        assert all(t.isfinite().all() for t in groups["model"].values())
+    steps = iter(range(100))
+    run(tmp_path / "skipped", skip_nan=1)
+    assert all(t.isfinite().all() for t in load_file(tmp_path / "skipped" / "last.safetensors").values())

@@ -32,7 +32,7 @@ from tokamix.train.trackers import Trackers
 
 
 class NotFiniteError(FloatingPointError):
-    """The loss became NaN or infinite."""
+    """Loss, gradient or weights became NaN or infinite."""
 
 
 @dataclass(frozen=True)
@@ -136,16 +136,24 @@ class Engine:
                 self.accelerator.backward(loss / parts)
             for key, value in numbers.items():
                 logs[key] = logs.get(key, 0.0) + value.detach() / parts
-        if self.options.skip_nan and any_process(not bool(torch.isfinite(logs["loss"])), self.device):
+        healthy = torch.isfinite(logs["loss"])
+        if self.recipe.clip_grad is not None or self.options.skip_nan:
+            norm = self._clip(self.recipe.clip_grad or float("inf"))
+            if self.accelerator.scaler is None:  # which has its own way with gradients that are not finite
+                healthy = healthy & torch.isfinite(norm)
+        if self.options.skip_nan and any_process(not healthy, self.device):
             self._skip()
             return
-        if self.recipe.clip_grad is not None:
-            self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.recipe.clip_grad)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.ema is not None:
             self.ema.update(self.update)
-        self.meter.add(logs, self.update)
+        self.meter.add(logs, healthy, self.update)
+
+    def _clip(self, limit: float) -> Tensor:
+        """Scale the gradients down to a norm, and say what theirs was."""
+        norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), limit)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _next(self, batches: Iterator[tuple[Tensor, Tensor]], moment: Moment) -> tuple[Tensor, Tensor]:
         batch = next(batches, None)
@@ -158,10 +166,12 @@ class Engine:
         self.optimizer.zero_grad()
         self.skipped += 1
         if self.skipped > self.options.skip_nan:
-            self._stop_not_finite(self.update, f", after {self.options.skip_nan} that were left out")
-        self.display.say(f"step {self.update + 1} is left out: its loss is not finite ({self.skipped} so far)")
+            self._stop("loss or gradient", self.update, f", after {self.options.skip_nan} that were left out")
+        self.display.say(
+            f"step {self.update + 1} is left out: its loss or gradient is not finite ({self.skipped} so far)"
+        )
 
-    def _stop_not_finite(self, update: int, more: str = "") -> None:
+    def _stop(self, what: str, update: int, more: str = "") -> None:
         epoch, step = divmod(update, self.steps)
         kept = (
             f"the last good state is kept in {self.folder.state}"
@@ -169,14 +179,14 @@ class Engine:
             else "no state is saved yet"
         )
         raise NotFiniteError(
-            f"the loss is not finite at step {update + 1}, batch {step} of epoch {epoch} (both from 0){more}; {kept}."
+            f"{what} not finite at step {update + 1}, batch {step} of epoch {epoch} (both from 0){more}; {kept}."
             " Lower lr, set clip_grad, train in bf16 or fp32, or leave such steps out with --skip-nan N"
         )
 
     def _report(self) -> None:
         means, count, bad = self.meter.read()
         if bad is not None:
-            self._stop_not_finite(bad)
+            self._stop("loss or gradient", bad)
         if not count:
             return
         seconds = time.monotonic() - self.read_at
@@ -231,11 +241,11 @@ class Engine:
                     dist.broadcast(self.ema.average[name], 0)
 
     def _save_is_due(self) -> bool:
-        """By the clock of any process, unless the steps decide."""
+        """By the clock of the process that writes, unless the steps decide."""
         if self.options.save_every:
             return False
         waited = time.monotonic() - self.saved_at
-        return any_process(waited > max(60.0, 50 * self.save_cost), self.device)
+        return any_process(self.main and waited > max(60.0, 50 * self.save_cost), self.device)
 
     def save(self) -> None:
         """Write weights and state; best weights first, so that the state never knows of weights that are not there."""
@@ -249,12 +259,15 @@ class Engine:
         self.save_cost = self.saved_at - begun
 
     def _save(self) -> None:
+        weights = self._whole(self.model.state_dict())
+        if not all(weights[name].isfinite().all() for name, _ in self.model.named_parameters()):
+            self._stop("weights", self.update - 1)
         if self.best_weights is not None:
             best = self._whole(self.best_weights)
             if self.main:
                 self.folder.write_weights("model", best)
         tensors, optimizer = optimizer_state(self.optimizer.optimizer, self.model)
-        groups: dict[str, Tensors] = {"model": self._whole(self.model.state_dict()), "optimizer": tensors}
+        groups: dict[str, Tensors] = {"model": weights, "optimizer": tensors}
         if self.ema is not None:
             groups["ema"] = self._whole(self.ema.average)
         scaler = self.accelerator.scaler

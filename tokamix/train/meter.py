@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Meter:
-    """Means of the steps since the last reading, and the first step whose loss was not finite."""
+    """Means of the steps since the last reading, and the first step that was not healthy."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -20,14 +20,14 @@ class Meter:
         self.bad = torch.full((), torch.inf, device=self.device)
 
     @torch.no_grad()
-    def add(self, logs: dict[str, Tensor], update: int) -> None:
-        """Add the scalars of a step."""
+    def add(self, logs: dict[str, Tensor], healthy: Tensor, update: int) -> None:
+        """Add the scalars of a step, and whether it was healthy."""
         if not self.keys:
             self.keys = list(logs)
             self.reset()
         self.sums += torch.stack([value.detach().float() for value in logs.values()])
         step = torch.full_like(self.bad, update)
-        self.bad = torch.minimum(self.bad, torch.where(torch.isfinite(logs["loss"]), torch.inf, step))
+        self.bad = torch.minimum(self.bad, torch.where(healthy, torch.inf, step))
         self.count += 1
 
     def read(self) -> tuple[dict[str, float], int, int | None]:
