@@ -22,7 +22,7 @@ from tokamix.data import open_data
 COMMAND = "train --data digits --recipe digits --save-every 3 --log-every 2 --quiet --device cpu"
 KILLS = 8
 SETTINGS = """
-    epochs=8 batch_size=256 accumulate=2 warmup_epochs=1 image_size=8 drop_path=0.1 ema=0.9 mixup=0.8
+    epochs=12 batch_size=256 accumulate=2 warmup_epochs=1 image_size=8 drop_path=0.1 ema=0.9 mixup=0.8
     model_kwargs.img_size=8 model_kwargs.dim=16 model_kwargs.depth=2
 """
 

@@ -146,7 +146,7 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report["kills"] >= 5
+    assert report["kills"] >= 3
     assert report["resumed"] >= 2
     assert {p.name for p in (tmp_path / "whole").iterdir()} == {p.name for p in (tmp_path / "killed").iterdir()}
     assert_same_bits(tmp_path / "whole", tmp_path / "killed")
