@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 import torch
+from torchvision.transforms.functional import to_pil_image
 
 import tokamix.train.run
 from tests.train.tiny import TINY, assert_same_bits, run, state_of, tiny_data
@@ -77,6 +79,32 @@ def test_going_on_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name
     rows = [[{k: v for k, v in row.items() if k not in timing} for row in r.epochs] for r in (whole, resumed)]
     assert rows[0] == rows[1]
     assert whole.best == resumed.best
+
+
+def test_decoded_data_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that workers decode and augment with timm, and shards that are streamed."""
+    data = tiny_data()
+    for part in ("train", "val"):
+        images, labels = getattr(data, part).arrays()
+        with tarfile.open(tmp_path / f"{part}-0.tar", "w") as tar:
+            for i, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
+                folder = tmp_path / "files" / part / f"class {label}"
+                folder.mkdir(parents=True, exist_ok=True)
+                to_pil_image(image).save(folder / f"{i}.png")
+                tar.add(folder / f"{i}.png", f"{i:04}.png")
+                (tmp_path / "label").write_text(str(label))
+                tar.add(tmp_path / "label", f"{i:04}.cls")
+    shards = f"wds:{tmp_path}/train-0.tar,{tmp_path}/val-0.tar"
+    settings = {"save_every": 4, "augment": "rand-m9-mstd0.5-inc1", "random_erasing": 0.25, "epochs": 2, "hflip": 0.5}
+    for name, source, workers in (("files", str(tmp_path / "files"), 1), ("shards", shards, 0)):
+        whole, broken = tmp_path / name / "whole", tmp_path / name / "broken"
+        run(whole, data=source, workers=workers, **settings)
+        stop_at(monkeypatch, 7)
+        with pytest.raises(Stop):
+            run(broken, data=source, workers=workers, **settings)
+        monkeypatch.undo()
+        run(broken, data=source, workers=1 - workers, **settings)
+        assert_same_bits(whole, broken)
 
 
 def test_the_scaler_of_fp16_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def tiny_data(classes: int = 4, train: int = 80, val: int = 37, channels: int = 
     return ImageData("tiny", part(train, 0), part(val, 1), tuple(f"class {i}" for i in range(classes)))
 
 
-def run(output: Path, data: ImageData | None = None, **settings: Any) -> RunResult:
+def run(output: Path, data: ImageData | str | None = None, **settings: Any) -> RunResult:
     """Train the tiny model; settings of the recipe and arguments of `train` may both be given."""
     recipe = {key: value for key, value in settings.items() if key in TINY.to_dict()}
     others = {key: value for key, value in settings.items() if key not in recipe}

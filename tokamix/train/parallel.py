@@ -56,6 +56,8 @@ def distribute(
     if recipe.channels_last:
         model.to(memory_format=torch.channels_last)
     if recipe.grad_checkpointing:
+        if not hasattr(model, "set_grad_checkpointing"):
+            raise ValueError(f"{type(model).__name__} cannot checkpoint; train with --set grad_checkpointing=false")
         model.set_grad_checkpointing(True)  # type: ignore[operator]
     if fsdp and accelerator.num_processes > 1:
         shard(model, device.type)

@@ -76,7 +76,9 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, tensors: Tensors, res
             groups[int(name.removeprefix(GROUP))][key] = tensor
             continue
         like = parameters[name]
-        if tensor.shape == like.shape:  # in the parameter's memory order too: sums over it depend on that
+        if (
+            tensor.shape == like.shape and key != "step"
+        ):  # in the parameter's memory order too: sums over it depend on that
             tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(shard_like(tensor, like))
         per_parameter.setdefault(name, {})[key] = tensor
     state = optimizer.state_dict()
