@@ -124,7 +124,7 @@ class Engine:
 
     def _train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
         parts = self.recipe.accumulate
-        seed_step(self.recipe.seed, self.update, self.accelerator.process_index)
+        seed_step(self.recipe.seed, self.update, self.accelerator.process_index, self.device)
         self.schedule.step_update(self.update)
         logs: dict[str, Tensor] = {}
         for part in range(parts):
@@ -319,8 +319,10 @@ class Engine:
             self.trackers.add(row)
 
 
-def seed_step(seed: int, update: int, process: int) -> None:
+def seed_step(seed: int, update: int, process: int, device: torch.device) -> None:
     """Seed what a model may draw from in one step, apart in each process."""
-    number = (seed * 1_000_003 + update) * 65_536 + process
-    torch.manual_seed(number % 2**63)
+    number = ((seed * 1_000_003 + update) * 65_536 + process) % 2**63
     random.seed(number)
+    torch.default_generator.manual_seed(number)  # torch.manual_seed sees to every device there may be, which takes long
+    if device.type in ("cuda", "mps", "xpu"):
+        getattr(torch, device.type).manual_seed(number)
