@@ -10,6 +10,7 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ def random_data() -> ImageData:
 def seconds_of_data(data: ImageData, recipe, device: str, batches: int = 50) -> float:
     """Seconds a step would take if it were data alone."""
     loader = make_loader(data.train, recipe, train=True, batch_size=recipe.batch_size, device=device)
-    stream = loader.epoch(0)
+    stream = chain.from_iterable(loader.epoch(number) for number in count())
     for i in range(batches + 5):
         if i == 5:
             torch.cuda.synchronize() if device == "cuda" else None
