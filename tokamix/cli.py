@@ -114,7 +114,7 @@ def demo(
         for title in ("accuracy", "params", "MACs", "exp calls", "CPU latency", "training"):
             table.add_column(title, justify="right", no_wrap=True)
         for result in report.results:
-            costs = (amount(result.parameters), amount(result.macs), amount(result.exps))
+            costs = (amount(result.parameters), amount(result.growth[0].macs), amount(result.growth[0].exps))
             times = (f"{result.latency_ms:.1f} ms", f"{result.seconds:.0f} s")
             table.add_row(result.title, accuracy_text(result), *costs, *times)
         table.caption = (

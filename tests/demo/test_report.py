@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from tokamix.demo.report import Course, Report, Result, amount, outside, render
+from tokamix.demo.report import Course, Growth, Report, Result, amount, outside, render
 
 NAMES = ("softmax", "softmax_cb", "sima", "active_token", "super_token", "weight_mixing")
 
@@ -21,8 +21,7 @@ def make_report(seeds: int = 1, **changes) -> Report:
             link="https://example.org/paper",
             courses=tuple(Course((2.0, 0.5, 0.25), (40.0, 90.0, 95.0 + i / 2 + seed)) for seed in range(seeds)),
             parameters=123_456 + i,
-            macs=8_760_000,
-            exps=98_304,
+            growth=(Growth(64, 8_760_000, 98_304), Growth(256, 40_000_000, 400_000), Growth(1024, 9 * 10**8, 10**7)),
             latency_ms=1.25 + i,
             seconds=17.0 + i,
             before=torch.rand(8, 8),
@@ -99,8 +98,9 @@ def test_page_says_every_number() -> None:
 
 def test_pictures() -> None:
     page = Page(render(make_report(seeds=3)))
-    assert page.count("svg") == 2
-    assert page.count("path", **{"class": "line"}) == page.count("path", **{"class": "band"}) == 12
+    assert page.count("svg") == 4
+    assert page.count("path", **{"class": "line"}) == 4 * 6
+    assert page.count("path", **{"class": "band"}) == 2 * 6
     assert page.count("img") == 1 + 2 * 6
     for _, attributes in page.tags:
         for x, y in re.findall(r"([-\d.]+) ([-\d.]+)", attributes.get("d") or ""):
@@ -140,6 +140,7 @@ def test_text_is_escaped() -> None:
 def test_amounts() -> None:
     numbers = (0, 987, 1000, 12_345, 234_567, 1_234_567, 9.87e9)
     assert list(map(amount, numbers)) == ["0", "987", "1.00 k", "12.3 k", "235 k", "1.23 M", "9.87 G"]
+    assert [amount(n, 1) for n in (10, 1e4, 1e6)] == ["10", "10 k", "1 M"]
 
 
 def test_share_outside_the_patch() -> None:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokamix.bench.timing import median_ms
 from tokamix.checkpoint import load_checkpoint
 from tokamix.count import count_exp, count_macs
 from tokamix.data import ImageData, make_loader, open_data
-from tokamix.demo.report import Course, Report, Result, render
+from tokamix.demo.report import Course, Growth, Report, Result, render
 from tokamix.explain.receptive_field import receptive_field
 from tokamix.recipes import Recipe, load_recipe
 from tokamix.train import RunResult, train
@@ -51,7 +51,7 @@ class Entrant:
     def recipe(self, seed: int, quick: bool) -> Recipe:
         """How its network is trained: all the same but for the mixer."""
         values = {"model": f"{BODY}_{self.mixer}", "model_kwargs.context_broadcast": self.context_broadcast}
-        shorter = {"epochs": 1, "warmup_epochs": 0, "model_kwargs.dim": 16} if quick else {}
+        shorter = {"epochs": 1, "warmup_epochs": 0, "batch_size": 256, "model_kwargs.dim": 16} if quick else {}
         return load_recipe("digits", {**values, **shorter, "seed": seed})
 
 
@@ -208,7 +208,6 @@ def _measure(entrant: Entrant, runs: list[RunResult], data: ImageData, image: Te
     model, _ = build_model(None, recipe, len(data.classes))
     before = receptive_field(model, image)
     load_checkpoint(model.eval(), runs[0].folder / "last.safetensors")
-    size = (image.shape[1], image.shape[2])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.inference_mode():
@@ -224,13 +223,17 @@ def _measure(entrant: Entrant, runs: list[RunResult], data: ImageData, image: Te
             for run in runs
         ),
         parameters=sum(p.numel() for p in model.parameters()),
-        macs=count_macs(model, size),
-        exps=count_exp(model, size).total(),
+        growth=tuple(_cost(model, recipe, recipe.image_size * factor) for factor in (1, 2, 4, 8)),
         latency_ms=latency,
         seconds=sum(row["seconds"] for run in runs for row in run.epochs) / len(runs),
         before=before,
         after=receptive_field(model, image),
     )
+
+
+def _cost(model: nn.Module, recipe: Recipe, size: int) -> Growth:
+    tokens = (size // recipe.model_kwargs["patch_size"]) ** 2
+    return Growth(tokens, count_macs(model, size), count_exp(model, size).total())
 
 
 def _processor() -> str:

@@ -1,22 +1,21 @@
 """The demo's report: what was measured, and one HTML page that needs nothing but itself."""
 
-import base64
-import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from statistics import mean
 from string import Template
+from typing import NamedTuple
 
-import torch
-from PIL import Image
 from torch import Tensor
+
+from tokamix.demo.draw import Axis, Line, chart, png
 
 TEMPLATE = Path(__file__).with_name("report.html")
 HEAT = ((8, 12, 28), (44, 30, 100), (140, 40, 120), (226, 88, 80), (252, 170, 74), (255, 246, 190))  # from 0 to 1
-GAPS = (50, 80, 90, 95, 98, 99, 99.5)  # accuracies and losses that get a line in the pictures
+GAPS = (0, 50, 80, 90, 95, 98, 99, 99.5)  # accuracies and losses that get a line in the pictures
 BRIGHTEST = 0.02  # share of a field's pixels that get the brightest colour
 LOSSES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 
@@ -29,6 +28,14 @@ class Course:
     accuracy: tuple[float, ...]
 
 
+class Growth(NamedTuple):
+    """The cost of one image of so many tokens."""
+
+    tokens: int
+    macs: int
+    exps: int
+
+
 @dataclass(frozen=True)
 class Result:
     """What was measured of one mixer."""
@@ -39,8 +46,7 @@ class Result:
     link: str
     courses: tuple[Course, ...]  # one for each seed
     parameters: int
-    macs: int
-    exps: int
+    growth: tuple[Growth, ...]  # the first is at the size of training
     latency_ms: float
     seconds: float  # for one training
     before: Tensor  # (H, W) receptive fields of one token, untrained and trained
@@ -95,7 +101,9 @@ def render(report: Report) -> str:
         "legend": "".join(f'<li class="{escape(r.key)}"><i></i>{escape(r.title)}</li>' for r in report.results),
         "accuracy_curves": _accuracy_curves(report),
         "loss_curves": _loss_curves(report),
-        "digit": _tile(_png(report.image, ((18, 20, 24), (246, 244, 238))), report),
+        "mac_curves": _growth_curves(report, "macs"),
+        "exp_curves": _growth_curves(report, "exps"),
+        "digit": _tile(png(report.image, ((18, 20, 24), (246, 244, 238))), report),
         "fields": "".join(_fields(result, report) for result in report.results),
         "brightest": f"{100 * BRIGHTEST:g}",
         "heat": ", ".join(f"rgb{colour}" for colour in HEAT),
@@ -113,11 +121,12 @@ def _word(number: int) -> str:
     return words[number] if number < len(words) else str(number)
 
 
-def amount(number: float) -> str:
-    """A count in three digits: 987, 12.3 k, 1.23 M."""
+def amount(number: float, digits: int = 3) -> str:
+    """A count in a few digits: 987, 12.3 k, 1.23 M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
-            return f"{number / size:#.3g}".rstrip(".") + f" {unit}"
+            number /= size
+            return (f"{number:#.{digits}g}".rstrip(".") if digits > 1 else f"{number:.0f}") + f" {unit}"
     return f"{number:.0f}"
 
 
@@ -133,18 +142,14 @@ def _row(result: Result) -> str:
     cells = [
         value + spread,
         amount(result.parameters),
-        amount(result.macs),
-        amount(result.exps),
+        amount(result.growth[0].macs),
+        amount(result.growth[0].exps),
         f"{result.latency_ms:.1f} ms",
         f"{result.seconds:.0f} s",
     ]
     name = f'<th scope="row"><i></i><a href="{escape(result.link)}">{escape(result.title)}</a>'
     name += f"<small>{escape(result.how)}</small></th>"
     return f'<tr class="{escape(result.key)}">{name}{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
-
-
-# The curves. Pictures are 400 units wide, so that letters keep a readable size on a phone.
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 400, 270, 38, 12, 390, 238
 
 
 def _accuracy_curves(report: Report) -> str:
@@ -154,10 +159,11 @@ def _accuracy_curves(report: Report) -> str:
     def height(accuracy: float) -> float:
         return -math.log(max(100 - accuracy, least))
 
+    lines = [_line(r, [[height(a) for a in course.accuracy] for course in r.courses]) for r in report.results]
     best = max(a for result in report.results for course in result.courses for a in course.accuracy)
     top = min((gap for gap in GAPS if gap >= best), default=100)
     ticks = [(height(gap), f"{gap:g} %") for gap in GAPS if gap <= top]
-    return _chart(report, lambda course: [height(a) for a in course.accuracy], ticks, (height(50), height(top)))
+    return chart(lines, range(1, report.epochs + 1), _epochs(report), Axis(height(0), height(top), ticks))
 
 
 def _loss_curves(report: Report) -> str:
@@ -165,50 +171,31 @@ def _loss_curves(report: Report) -> str:
     values = [max(value, least) for r in report.results for c in r.courses for value in c.loss]
     low = max(loss for loss in LOSSES if loss <= min(values))
     ticks = [(math.log(loss), f"{loss:g}") for loss in LOSSES if low <= loss <= max(values)]
-    limits = math.log(low), math.log(max(values))
-    return _chart(report, lambda course: [math.log(max(value, least)) for value in course.loss], ticks, limits)
+    lines = [_line(r, [[math.log(max(loss, least)) for loss in c.loss] for c in r.courses]) for r in report.results]
+    up = Axis(math.log(low), math.log(max(values)), ticks)
+    return chart(lines, range(1, report.epochs + 1), _epochs(report), up)
 
 
-def _chart(
-    report: Report,
-    heights: Callable[[Course], list[float]],
-    ticks: Sequence[tuple[float, str]],
-    limits: tuple[float, float],
-) -> str:
-    """An SVG: a line for each mixer's mean over the seeds, a band for their range."""
-    low, high = limits
+def _growth_curves(report: Report, cost: str) -> str:
+    """What one token costs, by the number of tokens; both axes logarithmic."""
+    tokens = [growth.tokens for growth in report.results[0].growth]
+    places = [math.log(n) for n in tokens]
+    rows = [[max(getattr(growth, cost), 1) / growth.tokens for growth in result.growth] for result in report.results]
+    low, high = 0.7 * min(map(min, rows)), 1.4 * max(map(max, rows))
+    lines = [_line(r, [[math.log(n) for n in row]]) for r, row in zip(report.results, rows, strict=True)]
+    across = Axis(places[0], places[-1], [(p, f"{n:,}") for p, n in zip(places, tokens, strict=True)], "tokens")
+    ticks = [(math.log(n), amount(n, 1)) for n in (10.0**power for power in range(12)) if low <= n <= high]
+    return chart(lines, places, across, Axis(math.log(low), math.log(high), ticks))
 
-    def x(epoch: float) -> float:
-        return LEFT + (RIGHT - LEFT) * (epoch - 1) / max(report.epochs - 1, 1)
 
-    def y(value: float) -> float:
-        share = (min(max(value, low), high) - low) / ((high - low) or 1)
-        return BOTTOM - (BOTTOM - TOP) * share
+def _line(result: Result, rows: Sequence[Sequence[float]]) -> Line:
+    return Line(result.key, result.title, rows)
 
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
-    for value, text in ticks:
-        parts.append(f'<path class="grid" d="M{LEFT} {y(value):.1f}H{RIGHT}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{text}</text>')
+
+def _epochs(report: Report) -> Axis:
     step = next((n for n in (1, 2, 5, 10, 20, 50) if report.epochs <= 6 * n), 100)
-    for epoch in (1, *range(max(step, 2), report.epochs + 1, step)):
-        parts.append(f'<text x="{x(epoch):.1f}" y="{BOTTOM + 18}" text-anchor="middle">{epoch}</text>')
-    parts.append(f'<text x="{(LEFT + RIGHT) / 2}" y="{HEIGHT - 1}" text-anchor="middle">epoch</text>')
-    for result in report.results:
-        by_epoch = list(zip(*(heights(course) for course in result.courses), strict=True))
-        points = [(x(i), y(mean(values))) for i, values in enumerate(by_epoch, 1)]
-        band = [(x(i), y(max(values))) for i, values in enumerate(by_epoch, 1)]
-        band += [(x(i), y(min(values))) for i, values in reversed(list(enumerate(by_epoch, 1)))]
-        parts.append(f'<g class="{escape(result.key)}"><title>{escape(result.title)}</title>')
-        if len(result.courses) > 1:
-            parts.append(f'<path class="band" d="M{_path(band)}Z"/>')
-        end_x, end_y = points[-1]
-        parts.append(f'<path class="line" d="M{_path(points)}"/>')
-        parts.append(f'<circle cx="{end_x:.1f}" cy="{end_y:.1f}" r="3"/></g>')
-    return "".join(parts) + "</svg>"
-
-
-def _path(points: Sequence[tuple[float, float]]) -> str:
-    return "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    ticks = (1, *range(max(step, 2), report.epochs + 1, step))
+    return Axis(1, report.epochs, [(n, str(n)) for n in ticks], "epoch")
 
 
 def _fields(result: Result, report: Report) -> str:
@@ -218,7 +205,7 @@ def _fields(result: Result, report: Report) -> str:
         # the token's own patch is a few pixels that would leave all others in the dark
         shown = (values / values.quantile(1 - BRIGHTEST).clamp_min(1e-30)).sqrt()
         share = f"<b>{100 * outside(values, report.patch):.0f}\u00a0%</b>"
-        tiles += f"<figure>{_tile(_png(shown, HEAT), report)}<figcaption>{when}<br>{share}</figcaption></figure>"
+        tiles += f"<figure>{_tile(png(shown, HEAT), report)}<figcaption>{when}<br>{share}</figcaption></figure>"
     return f'<article class="{escape(result.key)}"><h3><i></i>{escape(result.title)}</h3><div>{tiles}</div></article>'
 
 
@@ -229,21 +216,10 @@ def outside(values: Tensor, patch: tuple[int, int, int]) -> float:
     return float(1 - inside / values.sum().clamp_min(1e-30))
 
 
-def _png(values: Tensor, ramp: Sequence[tuple[int, int, int]]) -> str:
-    """An image (H, W) of values in 0..1, coloured along a ramp, as a data address."""
-    colours = torch.tensor(ramp, dtype=torch.float32)
-    position = values.detach().float().cpu().clamp(0, 1) * (len(ramp) - 1)
-    below = position.floor().clamp_max(len(ramp) - 2).long()
-    rgb = torch.lerp(colours[below], colours[below + 1], (position - below)[..., None])
-    file = io.BytesIO()
-    Image.fromarray(rgb.round().to(torch.uint8).numpy()).save(file, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
-def _tile(png: str, report: Report) -> str:
+def _tile(address: str, report: Report) -> str:
     """A picture with the token's patch framed."""
     height, width = report.image.shape
     row, column, side = report.patch
     place = {"left": column / width, "top": row / height, "width": side / width, "height": side / height}
     style = ";".join(f"{name}:{100 * share:.3f}%" for name, share in place.items())
-    return f'<span class="tile"><img src="{png}" alt=""><b style="{style}"></b></span>'
+    return f'<span class="tile"><img src="{address}" alt=""><b style="{style}"></b></span>'
