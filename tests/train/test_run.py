@@ -197,7 +197,7 @@ def test_what_cannot_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         train(None, tiny_data(), "small", tmp_path, device="cpu", overrides={"model": None})
     with pytest.raises(ValueError, match="80 training pictures do not fill one batch of 128"):
         run(tmp_path / "a", batch_size=128)
-    with pytest.raises(ValueError, match="vgg11 takes no argument 'drop_path_rate'; take it out of the recipe"):
+    with pytest.raises(ValueError, match="vgg11 takes no argument 'drop_path_rate'; change the recipe"):
         run(tmp_path / "a", network="vgg11", model_kwargs={}, drop_path=0.1)
     with pytest.raises(ValueError, match="the model tells 7 classes apart, but the data has 4"):
         run(tmp_path / "a", network=timm.create_model("test_resnet", num_classes=7))

@@ -69,7 +69,9 @@ def _create(name: str, pretrained: bool, num_classes: int, arguments: dict[str, 
         if unknown[1] == "img_size":  # a network that takes every size
             del arguments["img_size"]
             return _create(name, pretrained, num_classes, arguments, drops)
-        raise ValueError(f"{name} takes no argument {unknown[1]!r}; take it out of the recipe") from error
+        raise ValueError(
+            f"{name} takes no argument {unknown[1]!r}; change the recipe, as by --set model_kwargs={{}}"
+        ) from error
 
 
 def data_config(model: nn.Module, recipe: Recipe, channels: int) -> dict[str, Any]:
