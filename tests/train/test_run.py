@@ -169,7 +169,10 @@ def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_module_of_ones_own(tmp_path: Path) -> None:
     model = timm.create_model("test_resnet", num_classes=4)
-    result = run(tmp_path / "a", network=model, model_kwargs={}, image_size=16, epochs=2)
+    for name, precision in (("b", "bf16"), ("a", "fp32")):
+        result = run(tmp_path / name, network=model, model_kwargs={}, image_size=16, epochs=2, precision=precision)
+        assert "forward" not in model.__dict__  # as it was
+        assert model(torch.zeros(2, 3, 16, 16)).dtype == torch.float32
     loaded = result.load()
     saved = load_file(tmp_path / "a" / "model.safetensors")
     assert all(torch.equal(tensor, saved[name]) for name, tensor in loaded.state_dict().items())
@@ -203,6 +206,8 @@ def test_what_cannot_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         run(tmp_path / "a", network=timm.create_model("test_resnet", num_classes=7))
     with pytest.raises(ValueError, match="overrides go with the name of a recipe"):
         run(tmp_path / "a", overrides=["lr=1"])
+    with pytest.raises(ValueError, match="device is 'tpu', but must be cpu, cuda or mps"):
+        run(tmp_path / "a", device="tpu")
     with pytest.raises(ValueError, match="fp16 needs a GPU"):
         run(tmp_path / "a", precision="fp16")
     monkeypatch.setitem(sys.modules, "wandb", None)

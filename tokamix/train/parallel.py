@@ -24,6 +24,10 @@ def make_accelerator(precision: str, device: str | None = None) -> Accelerator:
     # Accelerate keeps one setting for the whole process, but a process may train several models
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+    if device not in (None, "cpu", "cuda", "mps"):
+        raise ValueError(f"device is {device!r}, but must be cpu, cuda or mps; CUDA_VISIBLE_DEVICES chooses among GPUs")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("there is no GPU that PyTorch can use; `tokamix info` says why, --device cpu trains without")
     cpu = device == "cpu" or (device is None and not (torch.cuda.is_available() or torch.backends.mps.is_available()))
     if precision == "fp16" and cpu:
         raise ValueError("fp16 needs a GPU; on the CPU train with --set precision=fp32 or precision=bf16")
@@ -70,6 +74,14 @@ def distribute(
     if recipe.compile:
         core.compile(dynamic=False)  # in place: names stay, and training and evaluation share it
     return wrapped, core, optimizer
+
+
+def release(core: nn.Module) -> None:
+    """Take away what Accelerate put around a module's forward, so that its owner can go on with it."""
+    for name in ("_is_accelerate_prepared", "_original_forward"):
+        core.__dict__.pop(name, None)
+    if "forward" in core.__dict__ and hasattr(core.__dict__["forward"], "__wrapped__"):
+        del core.forward
 
 
 def shard(model: nn.Module, device_type: str) -> None:

@@ -18,7 +18,7 @@ from tokamix.evaluate.accuracy import statistics
 from tokamix.recipes import Recipe, load_recipe
 from tokamix.train.build import build_model, data_config, timm_config
 from tokamix.train.engine import Engine, Options
-from tokamix.train.parallel import Accelerator, any_process, distribute, make_accelerator
+from tokamix.train.parallel import Accelerator, any_process, distribute, make_accelerator, release
 from tokamix.train.progress import Display
 from tokamix.train.run_folder import Row, RunFolder
 from tokamix.train.state import read_state
@@ -130,6 +130,7 @@ def train(
             folder.rewind(engine.epoch, engine.update)
         title = f"{described['architecture']} on {opened.name}"
         with ExitStack() as stack:
+            stack.callback(release, core)
             trackers = None
             if main and not engine.finished:
                 trackers = stack.enter_context(closing(Trackers(folder.path, engine.update, settings, wandb)))
