@@ -3,7 +3,7 @@
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -173,9 +173,13 @@ def _all(jobs: Sequence[Job]) -> Iterator[tuple[Job, RunResult]]:
         yield from ((job, _train(job)) for job in jobs)
         return
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        futures = {pool.submit(_train, job): job for job in jobs}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+        waiting, running = list(jobs), dict[Future[RunResult], Job]()
+        while waiting or running:
+            while waiting and len(running) < workers:  # not more: what is handed over would still run after Ctrl-C
+                job = waiting.pop(0)
+                running[pool.submit(_train, job)] = job
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(future), future.result()
 
 
 def _train(job: Job) -> RunResult:
