@@ -40,7 +40,9 @@ def test_demo(tmp_path) -> None:
         accuracy, parameters = row.removeprefix(entrant.title).split()[:3:2]
         assert f"<td>{accuracy}\u00a0%</td><td>{parameters}" in page
     assert len(list(tmp_path.rglob("last.safetensors"))) == len(ENTRANTS) == 6
-    again = call("demo", "--output", str(tmp_path), code=1)
+    again = " ".join(
+        call("demo", "--output", str(tmp_path), code=1).split()
+    )  # lines break where the folder's name ends
     assert "is not trained again" in again
     assert "holds a run with other settings" in again
 

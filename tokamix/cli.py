@@ -254,9 +254,9 @@ def recipes(name: Annotated[str, typer.Argument(help="show all values of this on
         table.add_column("recipe", no_wrap=True)
         for title in ("px", "epochs", "top-1"):
             table.add_column(title, justify="right", no_wrap=True)
-        table.add_column("source", no_wrap=True, overflow="ellipsis", max_width=max(12, console.width - 52))
+        table.add_column("source")
         for each in map(load_recipe, list_recipes()):
-            top1 = "" if each.top1 is None else f"{each.top1:g}"
+            top1 = "" if each.top1 is None else f"{each.top1:.1f}"
             table.add_row(each.name, str(each.image_size), str(each.epochs), top1, each.source)
         console.print(table)
 
