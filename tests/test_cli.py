@@ -39,6 +39,8 @@ def test_demo(tmp_path) -> None:
         row = next(line for line in table.splitlines() if line.startswith(entrant.title))
         accuracy, parameters = row.removeprefix(entrant.title).split()[:3:2]
         assert f"<td>{accuracy}\u00a0%</td><td>{parameters}" in page
+    listed = out.partition("every mixer, untrained")[2].split()
+    assert all(mixer in listed and f"<code>{mixer}</code>" in page for mixer in list_mixers())
     assert len(list(tmp_path.rglob("last.safetensors"))) == len(ENTRANTS) == 6
     again = " ".join(
         call("demo", "--output", str(tmp_path), code=1).split()

@@ -121,7 +121,13 @@ def demo(
             f"{report.train_images:,} scans to learn from, {report.test_images} to test on: differences below"
             f" {report.noise:.1f} points mean nothing"
         )
-        console.print("", table)
+        every = Table(box=None, header_style="bold", pad_edge=False)
+        every.add_column("every mixer, untrained")
+        for title in ("params", "MACs", "exp calls", "CPU latency"):
+            every.add_column(title, justify="right", no_wrap=True)
+        for cost in report.costs:
+            every.add_row(cost.mixer, *cost.cells())
+        console.print("", table, "", every)
         console.print(f"\n{(time.perf_counter() - start) / 60:.1f} min; the whole story, with pictures: {page}")
 
 

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from tokamix.demo.report import Course, Growth, Report, Result, amount, outside, render
+from tokamix.demo.report import Cost, Course, Growth, Report, Result, amount, outside, render
 
 NAMES = ("softmax", "softmax_cb", "sima", "active_token", "super_token", "weight_mixing")
 
@@ -31,6 +31,7 @@ def make_report(seeds: int = 1, **changes) -> Report:
     ]
     values = {
         "results": results,
+        "costs": [Cost("<mine>", 54_321, 7_650_000, 4_321, 3.4)],
         "image": torch.rand(8, 8),
         "label": "7",
         "patch": (4, 4, 2),
@@ -148,3 +149,8 @@ def test_share_outside_the_patch() -> None:
     assert outside(field, (4, 4, 2)) == pytest.approx(60 / 64)
     field[4:6, 4:6] = 0
     assert outside(field, (4, 4, 2)) == 1
+
+
+def test_every_mixer_is_listed() -> None:
+    page = render(make_report())
+    assert "<code>&lt;mine&gt;</code></th><td>54.3 k</td><td>7.65 M</td><td>4.32 k</td><td>3.4 ms</td>" in page

@@ -19,8 +19,9 @@ from tokamix.bench.timing import median_ms
 from tokamix.checkpoint import load_checkpoint
 from tokamix.count import count_exp, count_macs
 from tokamix.data import ImageData, make_loader, open_data
-from tokamix.demo.report import Course, Growth, Report, Result, render
+from tokamix.demo.report import Cost, Course, Growth, Report, Result, render
 from tokamix.explain.receptive_field import receptive_field
+from tokamix.mixers import list_mixers
 from tokamix.recipes import Recipe, load_recipe
 from tokamix.train import RunResult, train
 from tokamix.train.build import build_model
@@ -137,11 +138,13 @@ def run(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     results = [_measure(entrant, runs[entrant.key], data, example.image) for entrant in ENTRANTS]
+    costs = [_untrained(mixer, recipe, data, example.image) for mixer in list_mixers()]
     torch.set_num_threads(threads)
     body = recipe.model_kwargs
     side, patch = recipe.image_size // body["patch_size"], body["patch_size"]
     report = Report(
         results=results,
+        costs=costs,
         image=example.picture,
         label=example.label,
         patch=(side // 2 * patch, side // 2 * patch, patch),
@@ -215,8 +218,6 @@ def _measure(entrant: Entrant, runs: list[RunResult], data: ImageData, image: Te
     model, _ = build_model(None, recipe, len(data.classes))
     before = receptive_field(model, image)
     load_checkpoint(model.eval(), runs[0].folder / "last.safetensors")
-    with torch.inference_mode():
-        latency = median_ms(partial(model, image[None]), "cpu", seconds=0.3)
     return Result(
         key=entrant.key,
         title=entrant.title,
@@ -228,11 +229,23 @@ def _measure(entrant: Entrant, runs: list[RunResult], data: ImageData, image: Te
         ),
         parameters=sum(p.numel() for p in model.parameters()),
         growth=tuple(_cost(model, recipe, recipe.image_size * factor) for factor in (1, 2, 4, 8)),
-        latency_ms=latency,
+        latency_ms=_latency(model, image),
         seconds=sum(row["seconds"] for run in runs for row in run.epochs) / len(runs),
         before=before,
         after=receptive_field(model, image),
     )
+
+
+def _untrained(mixer: str, recipe: Recipe, data: ImageData, image: Tensor) -> Cost:
+    model, _ = build_model(f"{BODY}_{mixer}", recipe, len(data.classes))
+    growth = _cost(model.eval(), recipe, recipe.image_size)
+    parameters = sum(p.numel() for p in model.parameters())
+    return Cost(mixer, parameters, growth.macs, growth.exps, _latency(model, image))
+
+
+@torch.inference_mode()
+def _latency(model: nn.Module, image: Tensor) -> float:
+    return median_ms(partial(model, image[None]), "cpu", seconds=0.3)
 
 
 def _cost(model: nn.Module, recipe: Recipe, size: int) -> Growth:

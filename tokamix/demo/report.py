@@ -58,11 +58,26 @@ class Result:
         return [course.accuracy[-1] for course in self.courses]
 
 
+class Cost(NamedTuple):
+    """What a mixer of the library costs in the demo's body, untrained."""
+
+    mixer: str
+    parameters: int
+    macs: int
+    exps: int
+    latency_ms: float
+
+    def cells(self) -> tuple[str, str, str, str]:
+        """The numbers as they are shown."""
+        return amount(self.parameters), amount(self.macs), amount(self.exps), f"{self.latency_ms:.1f} ms"
+
+
 @dataclass(frozen=True)
 class Report:
     """Everything the page says."""
 
     results: Sequence[Result]
+    costs: Sequence[Cost]  # of every registered mixer
     image: Tensor  # (H, W) in 0..1
     label: str
     patch: tuple[int, int, int]  # row and column of the token's first pixel, and the patch's side
@@ -98,6 +113,7 @@ def render(report: Report) -> str:
         "count": _word(len(report.results)),
         "facts": "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items()),
         "rows": "".join(_row(result) for result in report.results),
+        "costs": "".join(_cost_row(cost) for cost in report.costs),
         "legend": "".join(f'<li class="{escape(r.key)}"><i></i>{escape(r.title)}</li>' for r in report.results),
         "accuracy_curves": _accuracy_curves(report),
         "loss_curves": _loss_curves(report),
@@ -150,6 +166,11 @@ def _row(result: Result) -> str:
     name = f'<th scope="row"><i></i><a href="{escape(result.link)}">{escape(result.title)}</a>'
     name += f"<small>{escape(result.how)}</small></th>"
     return f'<tr class="{escape(result.key)}">{name}{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+
+
+def _cost_row(cost: Cost) -> str:
+    cells = "".join(f"<td>{cell}</td>" for cell in cost.cells())
+    return f'<tr><th scope="row"><code>{escape(cost.mixer)}</code></th>{cells}</tr>'
 
 
 def _accuracy_curves(report: Report) -> str:
