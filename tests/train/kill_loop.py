@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import torch
+
+# what the command would import, before the forks: they then reach the training sooner, where the kills shall fall
 from matplotlib.figure import Figure  # noqa: F401
 from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 

@@ -102,7 +102,7 @@ def _onnx_teacher(file: str, num_classes: int, student: Statistics, device: torc
     try:
         import onnxruntime
     except ImportError:
-        raise ValueError(f"the teacher {file} needs onnxruntime: pip install 'tokamix[train]' onnxruntime") from None
+        raise ValueError(f"the teacher {file} needs onnxruntime: pip install 'tokamix[onnx]'") from None
     if not Path(file).is_file():
         raise FileNotFoundError(f"there is no teacher {file}")
     wanted = ["CUDAExecutionProvider"] if device.type == "cuda" else []

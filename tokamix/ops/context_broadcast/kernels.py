@@ -14,6 +14,37 @@ PARTS = 64  # programs that share the sum over many tokens
 
 
 @triton.jit
+def _sum_tokens(p_x, o_c, first, step, N, C, stride_n, stride_c, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The sums (BLOCK_C,) over every block of tokens that starts at first, first + step, ..."""
+    b_sum = tl.zeros((BLOCK_C,), tl.float32)
+    for start in range(first, N, step):
+        o_n = start + tl.arange(0, BLOCK_N)
+        mask = (o_n < N)[:, None] & (o_c < C)[None, :]
+        p = p_x + o_n[:, None].to(tl.int64) * stride_n + o_c[None, :] * stride_c
+        b_sum += tl.sum(tl.load(p, mask=mask, other=0.0).to(tl.float32), axis=0)
+    return b_sum
+
+
+@triton.jit
+def _scaled_mean(b_sum, p_scale, o_c, N, C, HAS_SCALE: tl.constexpr):
+    """What is added to every token, (BLOCK_C,)."""
+    b_mean = b_sum / N
+    if HAS_SCALE:
+        b_mean *= tl.load(p_scale + o_c, mask=o_c < C, other=0.0).to(tl.float32)
+    return b_mean
+
+
+@triton.jit
+def _add_mean(p_x, p_out, b_mean, start, o_c, N, C, stride_n, stride_c, BLOCK_N: tl.constexpr):
+    """One block of tokens, moved half way to the mean."""
+    o_n = start + tl.arange(0, BLOCK_N)
+    mask = (o_n < N)[:, None] & (o_c < C)[None, :]
+    p = p_x + o_n[:, None].to(tl.int64) * stride_n + o_c[None, :] * stride_c
+    b_out = (tl.load(p, mask=mask, other=0.0).to(tl.float32) + b_mean[None, :]) * 0.5
+    tl.store(p_out + o_n[:, None].to(tl.int64) * C + o_c[None, :], b_out.to(p_out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _broadcast_kernel(
     p_x,  # (B, N, C), any strides
     p_scale,  # (C,)
@@ -27,24 +58,12 @@ def _broadcast_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    i_b, i_c = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    o_c = i_c * BLOCK_C + tl.arange(0, BLOCK_C)
-    m_c = o_c < C
-    b_sum = tl.zeros((BLOCK_C,), tl.float32)
+    i_b, o_c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    p_x, p_out = p_x + i_b * stride_b, p_out + i_b * N * C
+    b_sum = _sum_tokens(p_x, o_c, 0, BLOCK_N, N, C, stride_n, stride_c, BLOCK_N, BLOCK_C)
+    b_mean = _scaled_mean(b_sum, p_scale, o_c, N, C, HAS_SCALE)
     for start in range(0, N, BLOCK_N):
-        o_n = start + tl.arange(0, BLOCK_N)
-        mask = (o_n < N)[:, None] & m_c[None, :]
-        p = p_x + i_b * stride_b + o_n[:, None].to(tl.int64) * stride_n + o_c[None, :] * stride_c
-        b_sum += tl.sum(tl.load(p, mask=mask, other=0.0).to(tl.float32), axis=0)
-    b_mean = b_sum / N
-    if HAS_SCALE:
-        b_mean *= tl.load(p_scale + o_c, mask=m_c, other=0.0).to(tl.float32)
-    for start in range(0, N, BLOCK_N):
-        o_n = start + tl.arange(0, BLOCK_N)
-        mask = (o_n < N)[:, None] & m_c[None, :]
-        p = p_x + i_b * stride_b + o_n[:, None].to(tl.int64) * stride_n + o_c[None, :] * stride_c
-        b_out = (tl.load(p, mask=mask, other=0.0).to(tl.float32) + b_mean[None, :]) * 0.5
-        tl.store(p_out + (i_b * N + o_n[:, None]) * C + o_c[None, :], b_out.to(p_out.dtype.element_ty), mask=mask)
+        _add_mean(p_x, p_out, b_mean, start, o_c, N, C, stride_n, stride_c, BLOCK_N)
 
 
 @triton.jit
@@ -60,16 +79,11 @@ def _partial_sum_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    i_b, i_c, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    o_c = i_c * BLOCK_C + tl.arange(0, BLOCK_C)
-    m_c = o_c < C
-    b_sum = tl.zeros((BLOCK_C,), tl.float32)
-    for start in range(i_part * BLOCK_N, N, PARTS * BLOCK_N):
-        o_n = start + tl.arange(0, BLOCK_N)
-        mask = (o_n < N)[:, None] & m_c[None, :]
-        p = p_x + i_b * stride_b + o_n[:, None].to(tl.int64) * stride_n + o_c[None, :] * stride_c
-        b_sum += tl.sum(tl.load(p, mask=mask, other=0.0).to(tl.float32), axis=0)
-    tl.store(p_sums + (i_b * PARTS + i_part) * C + o_c, b_sum, mask=m_c)
+    i_b, i_part = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    first, step = i_part * BLOCK_N, PARTS * BLOCK_N
+    b_sum = _sum_tokens(p_x + i_b * stride_b, o_c, first, step, N, C, stride_n, stride_c, BLOCK_N, BLOCK_C)
+    tl.store(p_sums + (i_b * PARTS + i_part) * C + o_c, b_sum, mask=o_c < C)
 
 
 @triton.jit
@@ -88,18 +102,12 @@ def _add_mean_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    i_b, i_c, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    o_c = i_c * BLOCK_C + tl.arange(0, BLOCK_C)
-    m_c = o_c < C
+    i_b, o_c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     p_parts = p_sums + (i_b * PARTS + tl.arange(0, PARTS)[:, None]) * C + o_c[None, :]
-    b_mean = tl.sum(tl.load(p_parts, mask=m_c[None, :], other=0.0), axis=0) / N
-    if HAS_SCALE:
-        b_mean *= tl.load(p_scale + o_c, mask=m_c, other=0.0).to(tl.float32)
-    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (o_n < N)[:, None] & m_c[None, :]
-    p = p_x + i_b * stride_b + o_n[:, None].to(tl.int64) * stride_n + o_c[None, :] * stride_c
-    b_out = (tl.load(p, mask=mask, other=0.0).to(tl.float32) + b_mean[None, :]) * 0.5
-    tl.store(p_out + (i_b * N + o_n[:, None]) * C + o_c[None, :], b_out.to(p_out.dtype.element_ty), mask=mask)
+    b_sum = tl.sum(tl.load(p_parts, mask=(o_c < C)[None, :], other=0.0), axis=0)
+    b_mean = _scaled_mean(b_sum, p_scale, o_c, N, C, HAS_SCALE)
+    start = tl.program_id(2) * BLOCK_N
+    _add_mean(p_x + i_b * stride_b, p_out + i_b * N * C, b_mean, start, o_c, N, C, stride_n, stride_c, BLOCK_N)
 
 
 def broadcast_context(x: Tensor, scale: Tensor | None) -> Tensor:
