@@ -1,0 +1,215 @@
+"""Any timm model as a backbone for dense prediction: a few maps, fine to coarse, of images of any size."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokamix.checkpoint import load_checkpoint, read_checkpoint, unwrap
+from tokamix.dense.vit_pyramid import VitPyramid, taps
+from tokamix.layers import channels_first, channels_last
+from tokamix.models._backbone import Pyramid
+from tokamix.registry import create_model
+
+# what some of timm's models must be told before they take images of any size; the first that a model knows is used
+ANY_SIZE: tuple[dict[str, Any], ...] = (
+    {"strict_img_size": False, "always_partition": True},  # Swin: windows shift in the last stage too
+    {"strict_img_size": False},
+    {"dynamic_img_size": True},
+    {},
+)
+LEVEL_NORM = re.compile(r"norm_?(\d)\.(weight|bias)")  # the names of a level's norm in the papers' code
+
+
+class LevelNorms(nn.ModuleList):
+    """A LayerNorm over the channels of each level (B, C, H, W)."""
+
+    def __init__(self, channels: Sequence[int]) -> None:
+        super().__init__(nn.LayerNorm(dim) for dim in channels)
+
+    def forward(self, maps: list[Tensor]) -> list[Tensor]:
+        """Normalise each level; the maps stay channels-last in memory."""
+        return [channels_first(norm(channels_last(x))) for norm, x in zip(self, maps, strict=True)]
+
+
+class Backbone(nn.Module):
+    """A model's maps at strides 4 to 32, normalised or scaled for the necks that follow; see `make_backbone`.
+
+    Args:
+        body: a timm model.
+        indices: the features that are taken of it; None if the body returns the list of maps itself.
+        levels: what is done with them, list -> list.
+        channels: of the levels, fine to coarse.
+        strides: pixels of the image for each pixel of the levels.
+        multiple: images are padded to multiples of it (and at least to the largest stride) at the right and bottom.
+    """
+
+    def __init__(
+        self,
+        body: nn.Module,
+        indices: Sequence[int] | None,
+        levels: nn.Module,
+        channels: Sequence[int],
+        strides: Sequence[int],
+        multiple: int,
+    ) -> None:
+        super().__init__()
+        self.body, self.levels, self.multiple = body, levels, multiple
+        self.indices = None if indices is None else list(indices)
+        self.channels, self.strides = tuple(channels), tuple(strides)
+
+    def pad(self, images: Tensor) -> Tensor:
+        """The images with zeros at the right and bottom, to sides the body takes; zero is the mean colour."""
+        height, width = images.shape[-2:]
+        least = self.strides[-1]
+        right, below = (max(-side % self.multiple, least - side) for side in (width, height))
+        return F.pad(images, (0, right, 0, below)) if right or below else images
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        """Images (B, 3, H, W) -> maps (B, channels[i], H_i, W_i) of the padded images."""
+        images = self.pad(images)
+        if self.indices is None:
+            maps = self.body(images)
+        else:
+            maps = self.body.forward_intermediates(  # type: ignore[operator]
+                images, indices=self.indices, output_fmt="NCHW", intermediates_only=True
+            )
+        return self.levels(list(maps))
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the body's blocks in the backward pass instead of keeping their activations."""
+        self.body.set_grad_checkpointing(enable)  # type: ignore[operator]
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that are not decayed."""
+        own = getattr(self.body, "no_weight_decay", None)
+        kept = {name for name, _ in self.named_parameters()}
+        return {f"body.{name}" for name in own()} & kept if callable(own) else set()
+
+
+def make_backbone(
+    model: str | nn.Module,
+    *,
+    level_norm: bool = True,
+    pretrained: bool = False,
+    checkpoint: str | Path | Mapping[str, Any] | None = None,
+    drop_path: float | None = None,
+    **kwargs: Any,
+) -> Backbone:
+    """A backbone out of a timm model.
+
+    Pyramids give their levels from stride 4 on; columns (DeiT, XCiT and their relatives) give four through
+    `VitPyramid`.
+
+    Args:
+        model: its name, or the model itself; a `Backbone` is returned as it is.
+        level_norm: put a LayerNorm on each level of pyramids that carry channels-last maps (ATMNet, STViT, AMixer,
+            Swin), whose features are a sum nobody normalised.
+        pretrained: load timm's weights.
+        checkpoint: load weights from a file, folder, hub name or state dict; a classifier's are left out, and those of
+            level norms are taken where there are any.
+        drop_path: stochastic depth; None leaves it as the model has it.
+        kwargs: for the model.
+    """
+    if isinstance(model, Backbone):
+        return model
+    if isinstance(model, str):
+        if drop_path is not None:
+            kwargs["drop_path_rate"] = drop_path
+        body = _create(model, pretrained, kwargs)
+    else:
+        if drop_path is not None or kwargs:
+            given = ", ".join([*kwargs, *(["drop_path"] if drop_path is not None else [])])
+            raise ValueError(f"a finished model takes no arguments, got {given}; pass the model's name instead")
+        body = model
+    info = [dict(part) for part in getattr(body, "feature_info", [])]
+    if not info:
+        raise ValueError(f"{type(body).__name__} says nothing of its features: choose a timm model with features_only")
+    if not hasattr(body, "forward_intermediates"):
+        if isinstance(model, str) and checkpoint is None:
+            return _from_feature_list(model, pretrained, kwargs)
+        raise ValueError(
+            f"{type(body).__name__} has no forward_intermediates; pass its name and no checkpoint to use features_only"
+        )
+    state = None if checkpoint is None else _read(checkpoint)
+    norms = {} if state is None else _split_norms(state)
+    fresh = [] if state is None else load_checkpoint(body, state, strict=False).fresh
+
+    reductions = [part["reduction"] for part in info]
+    column = len(set(reductions)) == 1 and len(info) > 1
+    indices = taps(len(info)) if column else [i for i, stride in enumerate(reductions) if stride >= 4]
+    # resolved before pruning, which drops what lies behind the last of them
+    body.prune_intermediate_layers(list(indices), prune_norm=True, prune_head=True)  # type: ignore[operator]
+    channels, strides = ([info[i][key] for i in indices] for key in ("num_chs", "reduction"))
+    lost = sorted(set(fresh) & {name for name, _ in body.named_parameters()})
+    if lost:
+        raise ValueError(
+            f"the checkpoint holds nothing for {len(lost)} parameters of {type(body).__name__}, for one {lost[0]}"
+        )
+    _freeze_idle(body)
+    if column:
+        pyramid = VitPyramid(channels[0], strides[0])
+        return Backbone(body, indices, pyramid, pyramid.channels, pyramid.strides, strides[0])
+    normed = level_norm and getattr(body, "output_fmt", "") == "NHWC"
+    levels = LevelNorms(channels) if normed else nn.Identity()
+    if norms and normed:
+        levels.load_state_dict(norms)
+    # our pyramids halve with rounding up; others may drop a last odd row
+    exact = isinstance(body, Pyramid) and body.output_fmt == "NHWC"
+    return Backbone(body, indices, levels, channels, strides, strides[0] if exact else strides[-1])
+
+
+def _create(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+    for i, extra in enumerate(ANY_SIZE):
+        try:
+            return create_model(name, pretrained=pretrained, **{**extra, **kwargs})
+        except TypeError as error:  # an argument the model does not know
+            if i == len(ANY_SIZE) - 1 or not any(key in str(error) for key in extra):
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def _read(checkpoint: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:
+    """A classifier's, a backbone's or a whole segmenter's state dict -> that of the body and its norms."""
+    state = unwrap(checkpoint if isinstance(checkpoint, Mapping) else read_checkpoint(checkpoint))
+    for prefix in ("backbone.", "body."):
+        if any(name.startswith(prefix) for name in state):
+            norms = {n: v for n, v in state.items() if n.startswith(("levels.", "backbone.levels."))}
+            state = {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)} | norms
+    return state
+
+
+def _split_norms(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Take the level norms' weights out of a state dict, under our names or the papers'."""
+    norms = {}
+    for name in list(state):
+        if found := LEVEL_NORM.fullmatch(name):
+            norms[f"{found[1]}.{found[2]}"] = state.pop(name)
+        elif "levels." in name:
+            norms[name.rpartition("levels.")[2]] = state.pop(name)
+    return norms
+
+
+def _from_feature_list(name: str, pretrained: bool, kwargs: dict[str, Any]) -> Backbone:
+    """A backbone out of one of timm's older models, which only `features_only` takes apart."""
+    reductions = create_model(name, features_only=True, device="meta").feature_info.reduction()
+    indices = [i for i, stride in enumerate(reductions) if stride >= 4]
+    body = create_model(name, pretrained=pretrained, features_only=True, out_indices=indices, **kwargs)
+    strides = body.feature_info.reduction()
+    return Backbone(body, None, nn.Identity(), body.feature_info.channels(), strides, strides[-1])
+
+
+def _freeze_idle(body: nn.Module) -> None:
+    """Freeze what stands behind the maps and would get no gradient, which several processes cannot train with."""
+    for name in ("head", "fc_norm", "attn_pool"):
+        part = getattr(body, name, None)
+        if isinstance(part, nn.Module):
+            part.requires_grad_(False)
+    if hasattr(body, "class_blocks") or hasattr(body, "cls_attn_blocks"):  # its class token joins after the blocks
+        body.cls_token.requires_grad_(False)
