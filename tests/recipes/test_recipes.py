@@ -158,7 +158,7 @@ def test_models_build(name: str) -> None:
         ("compile=3", "compile is 3, but must be true or false"),
         ("model=3", "model is 3, but must be a string, or none"),
         ("precision=fp8", "precision is 'fp8', but must be one of fp32, bf16, fp16"),
-        ("task=paint", "task is 'paint', but must be 'classify'"),
+        ("task=paint", "task is 'paint', but must be one of classify, segment, detect"),
         ("betas=[0.9]", r"but must be a list of 2 values, each a number of at least 0 and below 1, or none"),
         ("betas=0.9", r"betas is 0\.9, but must be a list of 2 values"),
         ("model_kwargs=3", "model_kwargs is 3, but must be a mapping of a string to a value"),

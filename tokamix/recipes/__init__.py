@@ -2,6 +2,7 @@
 
 One YAML file is one row of a paper's table, or one of our own settings for small data; a user's file has the same form.
 `extends: name` takes the values of another recipe (of the library, or of a file beside it) and replaces what it states.
+Where the rows of a table differ in the model and little else, one file has them all: `rows: {model: {key: value}}`.
 """
 
 import difflib
@@ -18,6 +19,10 @@ import yaml
 from timm.optim import list_optimizers
 
 FOLDER = Path(__file__).parent
+METHODS = {
+    "segment": ("semantic_fpn", "upernet"),
+    "detect": ("retinanet", "mask_rcnn", "cascade_mask_rcnn"),
+}
 AUGMENTS = ("3-augment", "3a", "augmix", "original", "rand", "v0")  # how a string of timm's auto augmentation starts
 
 
@@ -43,6 +48,7 @@ Rate = Annotated[float, Range(0, 1, open="high")]
 NotNegative = Annotated[float, Range(0)]
 Positive = Annotated[float, Range(0, open="low")]
 Count = Annotated[int, Range(1)]
+Counter = Annotated[int, Range(0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +60,20 @@ class Recipe:
         source: the paper, its section and table row; or "ours".
         data: what the row was trained on; a hint, since the data is given with the command.
         top1: the accuracy in percent that the paper prints for this row, if it does.
-        task: what is learned.
-        model: a model's name; a command or call may name another.
+        printed: the numbers in percent that the paper prints for this row of a dense task, such as {miou: 46.5}.
+        task: what is learned: the class of an image, that of each pixel, or where things are.
+        method: how a backbone becomes a segmenter (semantic_fpn, upernet) or a detector.
+        method_kwargs: arguments of that method.
+        neck: what joins the levels of the backbone, where the method has a choice.
+        model: a model's name, the backbone's in dense tasks; a command or call may name another.
         model_kwargs: arguments of that model; `{}` for another one that does not take them.
         finetune: whether training starts from given weights.
         image_size: side of the images in pixels.
         crop_pct: share of the resized image's side that the centre crop keeps in evaluation; none: the model's own.
         interpolation: how images are resized.
         epochs: passes over the training set.
+        iterations: optimizer steps in all, instead of `epochs`; what is called an epoch then ends at each evaluation.
+        eval_every: iterations from one evaluation to the next, where `iterations` is set; none: one at the end.
         batch_size: images of one optimizer step, over all processes and accumulation steps.
         accumulate: forward passes of one optimizer step.
         optimizer: a name of timm's optimizers.
@@ -70,7 +82,11 @@ class Recipe:
         min_lr: where the cosine ends; never scaled.
         warmup_epochs: epochs of linear warm-up, part of `epochs`.
         warmup_lr: where the warm-up starts; never scaled.
-        schedule: what follows the warm-up.
+        warmup_iterations: iterations of linear warm-up; none: `warmup_epochs`, or no warm-up where `iterations` is set.
+        warmup_ratio: where that warm-up starts, as a share of the learning rate.
+        schedule: what follows the warm-up; "poly" goes down to `min_lr`, "step" to a tenth at each of `milestones`.
+        power: of the poly schedule.
+        milestones: epochs at which the step schedule goes down; iterations where `iterations` is set.
         betas: of Adam-like optimizers; none: the optimizer's own.
         eps: of Adam-like optimizers; none: the optimizer's own.
         momentum: of SGD-like optimizers.
@@ -92,6 +108,17 @@ class Recipe:
         crop_scale: area of a random crop, resized to the image's size; none: no such crop.
         crop_padding: pixels of padding before a random crop of the image's own size, as CIFAR's crops; 0: no such crop.
         random_erasing: probability that a rectangle becomes noise.
+        scale: [long, short]: dense images are resized to fit into it, with their proportions; none: their own size.
+        scale_range: factor on `scale`, drawn for each image; none: 1.
+        scales: short sides to draw one from for each image, instead of that of `scale`; []: always that one.
+        crop_size: side of the random crop that a segmenter is trained on.
+        crop_then_scale: half of the time, a random part of the image is cut out before `scales`, as DETR does.
+        cat_max: largest share of a crop that one class may fill; a crop above it is drawn again, up to ten times.
+        photometric: change brightness, contrast, saturation and hue of dense images at random.
+        test_scales: factors on `scale` over which the answers of a segmenter are averaged in evaluation.
+        test_flip: average with the answers to mirrored images, too.
+        window: side of a sliding window in evaluation; none: the whole image at once.
+        window_stride: from one window to the next; none: two thirds of `window`.
         repeated_augmentation: copies of an image in a batch, each augmented in its own way; 1: off.
         ema: decay of the moving average of the weights; none: off.
         teacher: a model with its weights (a timm name, a checkpoint or an ONNX file) to distil from.
@@ -109,7 +136,11 @@ class Recipe:
     source: str = "ours"
     data: str | None = None
     top1: Annotated[float, Range(0, 100)] | None = None
-    task: Literal["classify"] = "classify"
+    printed: dict[str, Annotated[float, Range(0, 100)]] = field(default_factory=dict)
+    task: Literal["classify", "segment", "detect"] = "classify"
+    method: str | None = None
+    method_kwargs: dict[str, Any] = field(default_factory=dict)
+    neck: Literal["fpn", "atm_fpn"] = "fpn"
 
     model: str | None = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -119,6 +150,8 @@ class Recipe:
     interpolation: Literal["nearest", "bilinear", "bicubic"] = "bicubic"
 
     epochs: Count = 50
+    iterations: Count | None = None
+    eval_every: Count | None = None
     batch_size: Count = 128
     accumulate: Count = 1
 
@@ -128,7 +161,11 @@ class Recipe:
     min_lr: NotNegative = 1e-5
     warmup_epochs: NotNegative = 5.0
     warmup_lr: NotNegative = 1e-6
-    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_iterations: Counter | None = None
+    warmup_ratio: Share = 0.001
+    schedule: Literal["cosine", "constant", "poly", "step"] = "cosine"
+    power: Positive = 1.0
+    milestones: tuple[Count, ...] = ()
     betas: tuple[Rate, Rate] | None = None
     eps: NotNegative | None = None
     momentum: Rate = 0.9
@@ -150,8 +187,19 @@ class Recipe:
     color_jitter: NotNegative | None = None
     hflip: Share = 0.5
     crop_scale: tuple[Share, Share] | None = (0.08, 1.0)
-    crop_padding: Annotated[int, Range(0)] = 0
+    crop_padding: Counter = 0
     random_erasing: Share = 0.0
+    scale: tuple[Count, Count] | None = None
+    scale_range: tuple[Positive, Positive] | None = None
+    scales: tuple[Count, ...] = ()
+    crop_size: Count | None = None
+    crop_then_scale: bool = False
+    cat_max: Part = 1.0
+    photometric: bool = False
+    test_scales: tuple[Positive, ...] = (1.0,)
+    test_flip: bool = False
+    window: Count | None = None
+    window_stride: Count | None = None
     repeated_augmentation: Count = 1
 
     ema: Rate | None = None
@@ -164,7 +212,7 @@ class Recipe:
     compile: bool = False
     channels_last: bool = False
     grad_checkpointing: bool = False
-    seed: Annotated[int, Range(0)] = 0
+    seed: Counter = 0
 
     def __post_init__(self) -> None:
         for key, hint in _hints().items():
@@ -183,9 +231,9 @@ class Recipe:
         if self.optimizer not in list_optimizers():
             near = _nearest(self.optimizer, list_optimizers())
             return f"timm has no optimizer {self.optimizer!r}{near or '; timm.optim.list_optimizers() has them all'}"
-        if self.warmup_epochs >= self.epochs:
+        if self.iterations is None and self.warmup_iterations is None and self.warmup_epochs >= self.epochs:
             return f"warmup_epochs {self.warmup_epochs:g} leaves nothing of epochs {self.epochs}; set it lower"
-        if self.schedule == "cosine" and self.min_lr > self.peak_lr:
+        if self.schedule in ("cosine", "poly") and self.min_lr > self.peak_lr:
             return f"min_lr {self.min_lr:g} is above the learning rate {self.peak_lr:g} at batch {self.batch_size}"
         if wrong := [epoch for epoch in self.drop_path_later if not 0 < epoch < self.epochs]:
             return f"drop_path_later names epoch {wrong[0]} of {self.epochs}; set it to {{}} for no change"
@@ -201,7 +249,45 @@ class Recipe:
             return f"{self.distillation} distillation needs a teacher: a timm model, a checkpoint or an ONNX file"
         if self.teacher is not None and self.distillation == "none":
             return f"the teacher {self.teacher} is not used; set distillation to hard or soft, or teacher to none"
+        return self._contradiction_in_time() or self._contradiction_in_task()
+
+    def _contradiction_in_time(self) -> str | None:
+        total, word = (self.iterations, "iterations") if self.iterations else (self.epochs, "epochs")
+        if self.eval_every is not None:
+            if self.iterations is None:
+                return f"eval_every {self.eval_every} counts iterations; set `iterations` too, or eval_every to none"
+            if self.iterations % self.eval_every:
+                return f"iterations {self.iterations} cannot be divided by eval_every {self.eval_every}"
+        if self.iterations and (self.warmup_iterations or 0) >= self.iterations:
+            return f"warmup_iterations {self.warmup_iterations} leaves nothing of iterations {self.iterations}"
+        if (self.schedule == "step") != bool(self.milestones):
+            return f"milestones {list(self.milestones)} do not go with schedule {self.schedule}: step needs them alone"
+        if list(self.milestones) != sorted({m for m in self.milestones if m < total}):
+            return f"milestones are {list(self.milestones)}, but must rise and stay below the {total} {word}"
         return None
+
+    def _contradiction_in_task(self) -> str | None:
+        if self.task == "classify":
+            return f"method {self.method} goes with task segment or detect" if self.method else None
+        if self.method not in METHODS[self.task]:
+            return f"method is {self.method or 'none'}, but task {self.task} has {', '.join(METHODS[self.task])}"
+        if self.task == "segment" and self.crop_size is None:
+            return "task segment needs crop_size, the side of its training images, such as 512"
+        unused = [key for key in ("mixup", "cutmix", "random_erasing", "augment", "layer_decay") if getattr(self, key)]
+        if unused or self.distillation != "none":
+            return f"task {self.task} does not know {(unused or ['distillation'])[0]}; leave it out"
+        if self.scale_range and self.scale_range[0] > self.scale_range[1]:
+            return f"scale_range is {list(self.scale_range)}, but must be two rising numbers"
+        if self.scale and self.scale[0] < self.scale[1]:
+            return f"scale is {list(self.scale)}, but must be the long side, then the short one"
+        if self.window_stride and self.window_stride > (self.window or 0):
+            return f"window_stride {self.window_stride} leaves gaps between windows of {self.window or 0} px"
+        return None
+
+    @property
+    def rounds(self) -> int:
+        """How often the model is evaluated: after each epoch, or each `eval_every` of so many iterations."""
+        return self.iterations // (self.eval_every or self.iterations) if self.iterations else self.epochs
 
     @property
     def peak_lr(self) -> float:
@@ -229,20 +315,29 @@ class Recipe:
 
 def list_recipes() -> list[str]:
     """Names of the library's recipes."""
-    return sorted(path.stem for path in FOLDER.glob("[!_]*.yaml"))
+    return sorted(path.stem for path in FOLDER.rglob("[!_]*.yaml"))
 
 
-def load_recipe(name_or_path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Recipe:
+def load_recipe(
+    name_or_path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = (), model: str | None = None
+) -> Recipe:
     """A recipe of the library by its name, or a YAML file; single values may be replaced.
 
     Args:
         name_or_path: a name of `list_recipes()`, or a path that ends in .yaml or .yml.
         overrides: strings such as "lr=1e-3" or "model_kwargs.depth=6", or a mapping of the same keys.
+        model: takes the row of this model where the file has rows; default: the row of the file's own model.
     """
     path = _find(str(name_or_path))
     values = {"name": path.stem} | _read(path, ())
     if not isinstance(overrides, Mapping):
         overrides = dict(_parse(text) for text in overrides)
+    _take_row(values, model or overrides.get("model"))
+    if "epochs" in overrides and values.get("iterations") and overrides.get("iterations", 1) is not None:
+        raise ValueError(
+            f"recipe {values['name']}: it has {values['iterations']} iterations, not epochs; set iterations=..., or"
+            " iterations=none and eval_every=none as well"
+        )
     for key, value in overrides.items():
         key, dot, inner = key.partition(".")
         if dot:
@@ -251,6 +346,24 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] | Mapping[str
             value = {**mapping, yaml.load(inner, Loader): value}  # 260 is a number there, too
         values[key] = value
     return make_recipe(values)
+
+
+def recipe_rows(name: str) -> list[Recipe]:
+    """A recipe of the library for each model that it has a row for."""
+    rows = _read(_find(name), ()).get("rows") or {None: {}}
+    return [load_recipe(name, model=model) for model in rows]
+
+
+def _take_row(values: dict[str, Any], model: Any) -> None:
+    """Replace what the table has for this model; a model that it does not have keeps the file's own values."""
+    rows = values.pop("rows", None)
+    if rows is None:
+        return
+    if not (isinstance(rows, dict) and all(isinstance(row, dict) for row in rows.values())):
+        raise ValueError(f"recipe {values['name']}: rows is {rows!r}, but must be a mapping of models to their values")
+    model = model or values.get("model") or next(iter(rows), None)
+    if model in rows:
+        values |= {"model": model, **rows[model]}
 
 
 def make_recipe(values: Mapping[str, Any]) -> Recipe:
@@ -285,8 +398,9 @@ def _find(name: str, user: Path | None = None) -> Path:
         if not path.is_file():
             raise ValueError(f"there is no recipe file {path}; give the path of a file, or a name without .yaml")
         return path
-    for folder in [user.parent, FOLDER] if user else [FOLDER]:
-        if (path := folder / f"{name}.yaml").is_file() and path != user:
+    known = sorted(FOLDER.rglob(f"{name}.yaml")) if re.fullmatch(r"\w+", name) else []
+    for path in [user.parent / f"{name}.yaml", *known] if user else known:
+        if path.is_file() and path != user:
             return path
     near = _nearest(name, list_recipes()) or "; `tokamix recipes` lists them, a file's name ends in .yaml"
     raise ValueError(f"there is no recipe {name!r}{near}")
@@ -307,7 +421,9 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         return values
     inherited = _read(_find(str(base), path), (*seen, path.resolve()))
     # what extends a row of a paper is not that row any more
-    return inherited | {"name": path.stem, "source": f"after {base}", "top1": None} | values
+    if rows := inherited.get("rows"):
+        inherited["rows"] = {model: {k: v for k, v in row.items() if k != "printed"} for model, row in rows.items()}
+    return inherited | {"name": path.stem, "source": f"after {base}", "top1": None, "printed": {}} | values
 
 
 def _parse(text: str) -> tuple[str, Any]:
@@ -348,6 +464,10 @@ def _fit(value: Any, hint: Any) -> Any:
         if value not in args:
             raise ValueError
         return value
+    if origin is tuple and args[-1] is Ellipsis:
+        if not isinstance(value, list | tuple):
+            raise TypeError
+        return tuple(_fit(item, args[0]) for item in value)
     if origin is tuple:
         return tuple(_fit(item, arg) for item, arg in zip(value, args, strict=True))
     if origin is dict:
@@ -377,7 +497,8 @@ def _words(hint: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(args)}" if len(args) > 1 else repr(args[0])
     if origin is tuple:
-        return f"a list of {len(args)} values, each {_words(args[0])}"
+        count = "" if args[-1] is Ellipsis else f"{len(args)} "
+        return f"a list of {count}values, each {_words(args[0])}"
     if origin is dict:
         return f"a mapping of {_words(args[0])} to {_words(args[1])}"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
