@@ -74,17 +74,9 @@ def make_loader(
         resident: keep the whole set on the device and augment it there; by default where it is small enough and the
             recipe's augmentation exists for batches.
     """
-    if batch_size < 1 or not 0 <= rank < world:
-        raise ValueError(f"a batch of {batch_size} for rank {rank} of {world} processes cannot be made")
-    if len(dataset) == 0:
-        raise DataError(f"there is nothing to {'train on' if train else 'evaluate'}: the data set is empty")
-    if train and len(dataset) < batch_size * world:
-        raise ValueError(
-            f"{len(dataset)} training pictures do not fill one batch of {batch_size * world}; set batch_size lower"
-        )
-    device = torch.device(device)
+    check_batches(len(dataset), train, batch_size, rank, world)
     mean, std = (_channels(values, in_chans) for values in (mean or IMAGENET_DEFAULT_MEAN, std or IMAGENET_DEFAULT_STD))
-    setup = Setup(recipe, train, batch_size, rank, world, device, mean, std)
+    setup = Setup(recipe, train, batch_size, rank, world, torch.device(device), mean, std)
     possible = not isinstance(dataset, Stream) and (not train or can_batch(recipe.augment))
     try:
         arrays = dataset.arrays() if possible and resident is not False else None
@@ -97,6 +89,18 @@ def make_loader(
     if resident:
         raise ValueError("this data set or augmentation cannot live on the device; leave `resident` to the loader")
     return Worker(dataset, setup, workers, corrupt)
+
+
+def check_batches(count: int, train: bool, batch_size: int, rank: int, world: int) -> None:
+    """Raise where so many pictures give no batch."""
+    if batch_size < 1 or not 0 <= rank < world:
+        raise ValueError(f"a batch of {batch_size} for rank {rank} of {world} processes cannot be made")
+    if count == 0:
+        raise DataError(f"there is nothing to {'train on' if train else 'evaluate'}: the data set is empty")
+    if train and count < batch_size * world:
+        raise ValueError(
+            f"{count} training pictures do not fill one batch of {batch_size * world}; set batch_size lower"
+        )
 
 
 def _channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
@@ -216,13 +220,18 @@ class Worker(Loader):
     """
 
     def __init__(
-        self, dataset: Dataset | Stream, setup: Setup, workers: int, corrupt: Literal["raise", "skip"]
+        self,
+        dataset: Any,
+        setup: Setup,
+        workers: int,
+        corrupt: Literal["raise", "skip"],
+        reader: "Reader | None" = None,
     ) -> None:
         super().__init__(len(dataset), setup)
         self.dataset, self.corrupt = dataset, corrupt
         self.batches = _Batches(self)
         self.loader: DataLoader[Any] = DataLoader(
-            _Reader(dataset, setup),  # type: ignore[arg-type]  # whatever has [...] will do
+            reader or _PictureReader(dataset, setup),  # type: ignore[arg-type]  # whatever has [...] will do
             batch_size=None,
             sampler=self.batches,
             num_workers=workers,
@@ -243,49 +252,47 @@ class Worker(Loader):
             return range(step * self.batch_size, (step + 1) * self.batch_size)
         return super().positions(step)
 
-    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
         """Batches of an epoch, from step `start` on."""
         self.batches.epoch, self.batches.start = number, start
-        decoded = ((step, *parts) for step, parts in enumerate(self._checked(self.loader), start))
+        decoded = ((step, parts) for step, parts in enumerate(self._checked(self.loader), start) if len(parts[0]))
         if self.device.type != "cuda":
-            for step, images, labels in decoded:
-                if len(images):
-                    yield self._finished(number, step, images, labels)
+            for step, parts in decoded:
+                yield self._finished(number, step, *parts)
             return
         stream = torch.cuda.Stream(self.device)
-        ready: Batch | None = None
-        for step, images, labels in decoded:
-            if not len(images):
-                continue
+        ready: Any = None
+        for step, parts in decoded:
             with torch.cuda.stream(stream):
-                following = self._finished(number, step, images, labels)
+                following = self._finished(number, step, *parts)
             if ready is not None:
                 yield ready
             torch.cuda.current_stream(self.device).wait_stream(stream)
-            for tensor in following:
+            for tensor in _tensors(following):
                 tensor.record_stream(torch.cuda.current_stream(self.device))
             ready = following
         if ready is not None:
             yield ready
 
-    def _finished(self, epoch: int, step: int, images: Tensor, labels: Tensor) -> Batch:
-        images, labels = (t.to(self.device, non_blocking=True) for t in (images, labels))
+    def _finished(self, epoch: int, step: int, *parts: Any) -> Any:
+        """A batch on the device from what the reader made."""
+        images, labels = (t.to(self.device, non_blocking=True) for t in parts)
         table = self.plan(epoch, step, None, (0, 0)) if self.train else {}
         return self.finish(images, table), labels
 
-    def _checked(self, loader: Iterable[Any]) -> Iterator[Batch]:
+    def _checked(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Batches without the pictures that could not be decoded, or an error in one sentence."""
         try:
-            for images, labels, problems in loader:
+            for *parts, problems in loader:
                 for name, problem in problems.items():
                     if self.corrupt == "raise":
                         raise DataError(f"{problem}; remove it, or skip such pictures (corrupt='skip')")
                     if name not in self.skipped:
                         _log.warning("skipped: %s", problem)
                         self.skipped[name] = problem
-                if self.train and not len(images):
+                if self.train and not len(parts[0]):
                     raise DataError(f"no picture of a whole batch can be decoded: {next(iter(problems.values()))}")
-                yield images, labels
+                yield parts
         except RuntimeError as error:
             if "DataLoader worker" in str(error):
                 raise RuntimeError(
@@ -318,44 +325,63 @@ class _Batches:
         return len(self.loader) - self.start
 
 
-class _Reader:
-    """Makes a batch of uint8 images in a worker; lives there, so it holds nothing of the device."""
+class Reader(ABC):
+    """Makes batches in a worker; lives there, so it holds nothing of the device."""
 
-    def __init__(self, dataset: Dataset | Stream, setup: Setup) -> None:
-        channels = len(setup.mean)
-        if channels not in (1, 3):
-            raise ValueError(f"picture files have 1 or 3 channels, not {channels}; use arrays of {channels} channels")
-        self.dataset, self.mode = dataset, "L" if channels == 1 else "RGB"
-        self.transform = _transform(setup.recipe, setup.train, setup.mean)
-        self.size, self.seed, self.train = setup.recipe.image_size, setup.recipe.seed, setup.train
+    def __init__(self, dataset: Any, train: bool) -> None:
+        self.dataset, self.train = dataset, train
 
-    def __getitem__(self, items: list[tuple[int, int, Any]]) -> tuple[Tensor, Tensor, dict[str, str]]:
+    @abstractmethod
+    def sample(self, item: Any) -> Any:
+        """What an index of the data set, or an encoded picture of a stream, stands for."""
+
+    @abstractmethod
+    def batch(self, samples: list[tuple[int, int, Any]]) -> tuple[Any, ...]:
+        """The parts of a batch from its (epoch, position, sample); the first part is as long as the batch."""
+
+    def __getitem__(self, items: list[tuple[int, int, Any]]) -> tuple[Any, ...]:
         if get_worker_info() is None:
             with kept_state():
                 return self._read(items)
         return self._read(items)
 
-    def _read(self, items: list[tuple[int, int, Any]]) -> tuple[Tensor, Tensor, dict[str, str]]:
+    def _read(self, items: list[tuple[int, int, Any]]) -> tuple[Any, ...]:
+        """The parts of a batch, and what could not be decoded: its name and why."""
         problems: dict[str, str] = {}
-        pictures = []
+        samples: list[tuple[int, int, Any]] = []
         for epoch, position, item in items:
             try:
-                pictures.append((epoch, position, *self._picture(item)))
+                samples.append((epoch, position, self.sample(item)))
             except DataError as error:
-                problems[self._name(item)] = str(error)
-                pictures.append((epoch, position, None, 0))
+                problems[self.dataset.name_of(item)] = str(error)
+                samples.append((epoch, position, None))
         if problems:
-            pictures = self._replaced(pictures)
-        if not pictures:
-            return torch.empty(0), torch.empty(0, dtype=torch.int64), problems
-        images = []
-        for epoch, position, picture, _ in pictures:
-            if self.train:
-                seed_everything(self.seed, epoch, position)
-            images.append(self.transform(picture))
-        return default_collate(images), torch.tensor([label for *_, label in pictures]), problems
+            samples = self._replaced(samples)
+        return *self.batch(samples), problems
 
-    def _picture(self, item: Any) -> tuple[Any, int]:
+    def _replaced(self, samples: list[tuple[int, int, Any]]) -> list[tuple[int, int, Any]]:
+        """Evaluation leaves what cannot be decoded out; in training the next picture of the batch takes its place."""
+        good = [i for i, (_, _, sample) in enumerate(samples) if sample is not None]
+        if not self.train or not good:
+            return [samples[i] for i in good]
+        following = [next((g for g in good if g >= i), good[0]) for i in range(len(samples))]
+        return [(*samples[i][:2], samples[g][2]) for i, g in enumerate(following)]
+
+
+class _PictureReader(Reader):
+    """Batches of uint8 images with labels, by timm's transforms."""
+
+    def __init__(self, dataset: Dataset | Stream, setup: Setup) -> None:
+        super().__init__(dataset, setup.train)
+        channels = len(setup.mean)
+        if channels not in (1, 3):
+            raise ValueError(f"picture files have 1 or 3 channels, not {channels}; use arrays of {channels} channels")
+        self.mode = "L" if channels == 1 else "RGB"
+        self.transform = _transform(setup.recipe, setup.train, setup.mean)
+        self.size, self.seed = setup.recipe.image_size, setup.recipe.seed
+
+    def sample(self, item: Any) -> tuple[Image.Image, int]:
+        """A decoded picture and its label."""
         picture: Any
         if isinstance(self.dataset, Stream):
             picture, label = self.dataset.decode(item, SHRINK * self.size)
@@ -365,16 +391,25 @@ class _Reader:
             picture = to_pil_image(_recoded(picture[None], 3)[0])
         return picture.convert(self.mode), label
 
-    def _name(self, item: Any) -> str:
-        return self.dataset.name_of(item)
+    def batch(self, samples: list[tuple[int, int, Any]]) -> tuple[Tensor, Tensor]:
+        """Images (B, C, H, W) and labels (B,)."""
+        if not samples:
+            return torch.empty(0), torch.empty(0, dtype=torch.int64)
+        images = []
+        for epoch, position, (picture, _) in samples:
+            if self.train:
+                seed_everything(self.seed, epoch, position)
+            images.append(self.transform(picture))
+        return default_collate(images), torch.tensor([label for *_, (_, label) in samples])
 
-    def _replaced(self, pictures: list[tuple[int, int, Any, int]]) -> list[tuple[int, int, Any, int]]:
-        """Evaluation leaves what cannot be decoded out; in training the next picture of the batch takes its place."""
-        good = [i for i, (_, _, picture, _) in enumerate(pictures) if picture is not None]
-        if not self.train or not good:
-            return [pictures[i] for i in good]
-        following = [next((g for g in good if g >= i), good[0]) for i in range(len(pictures))]
-        return [(*pictures[i][:2], *pictures[g][2:]) for i, g in enumerate(following)]
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """All tensors of a batch of any form."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, dict | list | tuple):
+        for part in batch.values() if isinstance(batch, dict) else batch:
+            yield from _tensors(part)
 
 
 def _as_is(batch: Any) -> Any:
