@@ -2,42 +2,39 @@
 
 import math
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tokamix.data.decode import DataError
 from tokamix.data.keyed import key
+from tokamix.data.scenes import Scene, SceneSet, class_map
 from tokamix.data.sets import Dataset
 
 CLASSES = ("circle", "square", "triangle", "cross", "ring", "star", "crescent", "bar")
 SMALL = 2  # at most so many small things besides the large one
-
-
-class Scene(NamedTuple):
-    """One scene; `label` is the class of its largest thing."""
-
-    image: Tensor  # (3, H, W) uint8
-    label: int
-    boxes: Tensor  # (n, 4) left, top, right, bottom in pixels, around what is visible
-    labels: Tensor  # (n,)
-    masks: Tensor  # (n, H, W) bool, what is visible of each
-
-    @property
-    def segmentation(self) -> Tensor:
-        """Classes of pixels (H, W): 0 is background, 1 + class elsewhere."""
-        return (self.masks * (1 + self.labels)[:, None, None]).sum(0)
+SCENES = {"train": 512, "val": 128}
+SCENE_LARGE = 3  # large things of a scene to detect or segment, at most
+TRIES = 20  # to find a place for a further large thing
 
 
 class Shapes(Dataset):
     """Flat shapes, turned and coloured at random, over a shaded and noisy ground; one is large, the others distract.
 
     Scene i is a function of (seed, part, i) alone.
+
+    Args:
+        count: scenes.
+        side: of the images in pixels.
+        seed: of everything.
+        part: of the data set; parts have nothing in common.
+        large: at most so many large things, side by side; further ones change nothing else of a scene.
     """
 
-    def __init__(self, count: int, side: int = 64, seed: int = 0, part: str = "train") -> None:
-        self.side, self.seed, self.part = side, seed, part
+    def __init__(self, count: int, side: int = 64, seed: int = 0, part: str = "train", large: int = 1) -> None:
+        self.side, self.seed, self.part, self.large = side, seed, part, large
         # every class comes equally often, and the class of a scene is known without drawing it
         shuffled = np.random.default_rng(key("shapes", seed, part)).permutation(count)
         super().__init__(shuffled % len(CLASSES), CLASSES)
@@ -50,29 +47,46 @@ class Shapes(Dataset):
         slope = draw.uniform(-60, 60, (3, 2))
         ground = draw.uniform(40, 215, 3)
         image = ground[:, None, None] + slope[:, :1, None] * (x - 0.5) + slope[:, 1:, None] * (y - 0.5)
-        things = [(int(draw.integers(len(CLASSES))), draw.uniform(0.06, 0.1)) for _ in range(draw.integers(SMALL + 1))]
-        things.append((label, draw.uniform(0.2, 0.32)))  # the last one is in front, never hidden
+        kinds = [(int(draw.integers(len(CLASSES))), draw.uniform(0.06, 0.1)) for _ in range(draw.integers(SMALL + 1))]
+        kinds.append((label, draw.uniform(0.2, 0.32)))
+        things = [_placed(kind, radius, ground, draw) for kind, radius in kinds]
+        things[-1:] = [*self._further(i, things[-1], ground), things[-1]]  # the last one is in front, never hidden
         owner = np.full((side, side), -1)
-        for n, (kind, radius) in enumerate(things):
-            centre = draw.uniform(radius, 1 - radius, 2)
-            angle = draw.uniform(0, 2 * math.pi)
-            u = ((x - centre[0]) * math.cos(angle) + (y - centre[1]) * math.sin(angle)) / radius
-            v = ((y - centre[1]) * math.cos(angle) - (x - centre[0]) * math.sin(angle)) / radius
-            colour = ground + np.where(ground > 127, -1, 1) * draw.uniform(60, 120, 3) * draw.permutation([1, 1, 0.3])
-            inside = _inside(CLASSES[kind], u, v)
+        for n, thing in enumerate(things):
+            (left, top), angle, radius = thing["centre"], thing["angle"], thing["radius"]
+            u = ((x - left) * math.cos(angle) + (y - top) * math.sin(angle)) / radius
+            v = ((y - top) * math.cos(angle) - (x - left) * math.sin(angle)) / radius
+            inside = _inside(CLASSES[thing["kind"]], u, v)
             owner[inside] = n
-            image[:, inside] = colour[:, None]
+            image[:, inside] = thing["colour"][:, None]
         image += draw.normal(0, 8, image.shape)
         masks = owner == np.arange(len(things))[:, None, None]
         seen = masks.any((1, 2))  # something small may lie behind the large one
         masks = masks[seen]
-        return Scene(
-            torch.from_numpy(image.clip(0, 255).round().astype(np.uint8)),
-            label,
-            torch.tensor([_box(mask) for mask in masks], dtype=torch.float32),
-            torch.tensor([kind for kind, _ in things])[torch.from_numpy(seen)],
-            torch.from_numpy(masks),
+        scene = Scene(
+            image=torch.from_numpy(image.clip(0, 255).round().astype(np.uint8)),
+            boxes=torch.tensor([_box(mask) for mask in masks], dtype=torch.float32),
+            labels=torch.tensor([thing["kind"] for thing in things])[torch.from_numpy(seen)],
+            masks=torch.from_numpy(masks),
+            crowd=torch.zeros(len(masks), dtype=torch.bool),
+            segmentation=None,
+            image_id=i,
+            name=f"scene {i}",
         )
+        scene.segmentation = class_map(scene)
+        return scene
+
+    def _further(self, i: int, first: dict[str, Any], ground: np.ndarray) -> list[dict[str, Any]]:
+        """More large things, where there is room for them."""
+        draw = np.random.default_rng(key("shapes", self.seed, self.part, i, "further"))
+        things = [first]
+        for _ in range(draw.integers(self.large)):
+            for _ in range(TRIES):
+                thing = _placed(int(draw.integers(len(CLASSES))), draw.uniform(0.12, 0.24), ground, draw)
+                if all(math.dist(t["centre"], thing["centre"]) > t["radius"] + thing["radius"] for t in things):
+                    things.append(thing)
+                    break
+        return things[1:]
 
     def picture(self, i: int, at_least: int | None = None) -> Tensor:
         """The image of scene i."""
@@ -85,6 +99,53 @@ class Shapes(Dataset):
     @cached_property
     def _images(self) -> Tensor:
         return torch.stack([self.picture(i) for i in range(len(self))])
+
+
+class ShapeScenes(SceneSet):
+    """Shapes for a dense task: the classes of things, or background and those; drawn once."""
+
+    def __init__(self, shapes: Shapes, task: str) -> None:
+        self.shapes = shapes
+        self.classes = CLASSES if task == "detect" else ("background", *CLASSES)
+        self.category_ids = tuple(range(1, 1 + len(self.classes)))
+        self.drawn: dict[int, Scene] = {}
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def scene(self, i: int, masks: bool = True) -> Scene:
+        """Scene i."""
+        if i not in self.drawn:
+            self.drawn[i] = self.shapes.scene(i)
+        return self.drawn[i]
+
+    def name_of(self, i: int) -> str:
+        """Its number."""
+        return f"scene {i}"
+
+
+def open_shapes(size: str, task: str, seed: int) -> tuple[SceneSet, SceneSet]:
+    """Scenes for training and for validation, of the size that stands in a source's name."""
+    side = check_side(size, default=128)
+    train, val = (Shapes(count, side, seed, f"{part} scenes", SCENE_LARGE) for part, count in SCENES.items())
+    return ShapeScenes(train, task), ShapeScenes(val, task)
+
+
+def check_side(size: str, default: int) -> int:
+    """The side in pixels that stands in a source's name."""
+    side = int(size) if size.isdigit() else 0 if size else default
+    if side < 16:
+        raise DataError(f"shapes:{size} is no size; write shapes:{default}, with at least 16 px")
+    return side
+
+
+def _placed(kind: int, radius: float, ground: np.ndarray, draw: np.random.Generator) -> dict[str, Any]:
+    """A thing somewhere in the scene, turned somehow, in a colour unlike the ground's."""
+    thing: dict[str, Any] = {"kind": kind, "radius": radius}
+    thing["centre"] = draw.uniform(radius, 1 - radius, 2)
+    thing["angle"] = draw.uniform(0, 2 * math.pi)
+    thing["colour"] = ground + np.where(ground > 127, -1, 1) * draw.uniform(60, 120, 3) * draw.permutation([1, 1, 0.3])
+    return thing
 
 
 def _box(mask: np.ndarray) -> list[int]:

@@ -114,11 +114,9 @@ def _open_digits() -> tuple[Dataset, Dataset]:
 
 
 def _open_shapes(size: str, seed: int) -> tuple[Dataset, Dataset]:
-    from tokamix.data.shapes import Shapes
+    from tokamix.data.shapes import Shapes, check_side
 
-    side = int(size) if size.isdigit() else 64 if not size else 0
-    if side < 16:
-        raise DataError(f"shapes:{size} is no size; write shapes:64, with at least 16 px")
+    side = check_side(size, default=64)
     return Shapes(2000, side, seed, "train"), Shapes(500, side, seed, "val")
 
 
