@@ -44,7 +44,7 @@ class FPN(nn.Module):
         self.channels, self.width, self.outs, self.extra, self.start = tuple(channels), width, outs, extra, start
         kept = list(strides)[start : len(channels)]
         self.strides = tuple(kept + [kept[-1] * 2 ** (i + 1) for i in range(beyond)])
-        self.lateral = nn.ModuleList(nn.Conv2d(dim, width, 1) for dim in used)
+        self.lateral = nn.ModuleList(self._make_lateral(dim, width) for dim in used)
         self.output = nn.ModuleList(self._make_output(width) for _ in used)
         self.coarser = nn.ModuleList()
         if extra == "conv":
@@ -53,6 +53,10 @@ class FPN(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+
+    def _make_lateral(self, channels: int, width: int) -> nn.Module:
+        """What brings one level to the common width."""
+        return nn.Conv2d(channels, width, 1)
 
     def _make_output(self, width: int) -> nn.Module:
         """What makes one level's output of its sum."""

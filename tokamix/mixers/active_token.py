@@ -45,6 +45,7 @@ class ActiveTokenMixer(nn.Module):
         offsets: "axial"; "joint", one offset along both axes; "zero", the baseline of the paper's table 8 where no
             token sees another.
         predict: whether the mixer has its own offset layer, for calls without `offset`.
+        out_dim: channels of the mixed tokens; None for `dim`.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class ActiveTokenMixer(nn.Module):
         contexts: int = 1,
         offsets: str = "axial",
         predict: bool = True,
+        out_dim: int | None = None,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
@@ -61,13 +63,14 @@ class ActiveTokenMixer(nn.Module):
         super().__init__()
         if offsets not in OFFSETS:
             raise ValueError(f"unknown kind {offsets!r} of offsets: choose one of {', '.join(OFFSETS)}")
+        out_dim = out_dim or dim
         self.offsets, self.contexts = offsets, contexts
         directions = 1 if offsets == "joint" else 2
         self.offset = ActiveOffset(dim, share, contexts, **dd) if predict and offsets != "zero" else None
-        self.embed = nn.ModuleList(nn.Linear(contexts * dim, dim, **dd) for _ in range(directions))  # width, height
-        self.embed_query = nn.Linear(dim, dim, bias=False, **dd)
-        self.fusion = Mlp(dim, max(dim // 4, 1), (directions + 1) * dim, **dd)
-        self.proj = nn.Linear(dim, dim, **dd)
+        self.embed = nn.ModuleList(nn.Linear(contexts * dim, out_dim, **dd) for _ in range(directions))  # width, height
+        self.embed_query = nn.Linear(dim, out_dim, bias=False, **dd)
+        self.fusion = Mlp(out_dim, max(out_dim // 4, 1), (directions + 1) * out_dim, **dd)
+        self.proj = nn.Linear(out_dim, out_dim, **dd)
 
     def forward(self, x: Tensor, grid: tuple[int, int], offset: Tensor | None = None) -> Tensor:
         """Mix tokens.
@@ -83,7 +86,7 @@ class ActiveTokenMixer(nn.Module):
         branches = [embed(seen) for embed, seen in zip(self.embed, self._look(x, grid, offset), strict=True)]
         branches.append(self.embed_query(x))
         summary = torch.stack([branch.mean(dim=1) for branch in branches]).sum(0)  # (B, C)
-        weights = self.fusion(summary).unflatten(-1, (x.shape[-1], len(branches))).softmax(dim=-1)
+        weights = self.fusion(summary).unflatten(-1, (summary.shape[-1], len(branches))).softmax(dim=-1)
         first, *others = weights.to(x.dtype).unsqueeze(1).unbind(-1)  # (B, 1, C) each
         mixed = first * branches[0]
         for weight, branch in zip(others, branches[1:], strict=True):

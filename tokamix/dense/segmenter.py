@@ -1,0 +1,139 @@
+"""What the segmenters share: images to logits of the same size, the loss, and the layers of their heads."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokamix.dense.backbone import Backbone
+
+IGNORE = 255  # the label of pixels that count neither in training nor in evaluation
+AUX_WEIGHT = 0.4
+
+
+class ConvNorm(nn.Sequential):
+    """A convolution, BatchNorm and ReLU.
+
+    The papers synchronise the BatchNorm over processes; training does so by converting the model, so that one process
+    needs nothing of it.
+    """
+
+    def __init__(self, in_channels: int, channels: int, kernel_size: int = 3) -> None:
+        conv = nn.Conv2d(in_channels, channels, kernel_size, padding=kernel_size // 2, bias=False)
+        nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+        super().__init__(conv, nn.BatchNorm2d(channels), nn.ReLU(inplace=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, in_channels, H, W) -> (B, channels, H, W)."""
+        if self.training and isinstance(self[1], nn.BatchNorm2d) and x.shape[0] * x.shape[2] * x.shape[3] == 1:
+            raise ValueError(
+                "BatchNorm cannot be trained on one image where its map is one pixel; use batches of at least 2 images,"
+                " or evaluation mode"
+            )
+        return super().forward(x)
+
+
+class Classifier(nn.Sequential):
+    """Dropout of whole maps and a 1x1 convolution to logits."""
+
+    def __init__(self, channels: int, num_classes: int, drop: float = 0.1) -> None:
+        conv = nn.Conv2d(channels, num_classes, 1)
+        nn.init.normal_(conv.weight, std=0.01)
+        nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
+        super().__init__(nn.Dropout2d(drop), conv)
+
+
+class AuxiliaryHead(nn.Sequential):
+    """A small head on one level that helps in training and is not used afterwards: 3x3 convolution, 1x1 convolution."""
+
+    def __init__(self, channels: int, num_classes: int, width: int = 256, drop: float = 0.1) -> None:
+        super().__init__(ConvNorm(channels, width), Classifier(width, num_classes, drop))
+
+
+class Segmenter(nn.Module):
+    """A backbone, a neck (perhaps none) and a head; images in, logits of the same size out.
+
+    `segmenter(images)` gives logits (B, K, H, W). `segmenter(images, target)` with a target (B, H, W) of class indices,
+    255 where there is none, gives the losses, whose sum is to be minimised. The loss is the mean over all pixels, and
+    an ignored one counts as 0, as in MMSegmentation: so an image without labels gives 0, and processes whose images
+    have more labelled pixels weigh more.
+
+    Args:
+        backbone: where the maps come from.
+        num_classes: classes.
+        neck: list of maps -> list of maps, or None.
+        head: list of maps -> logits (B, K, h, w).
+        auxiliary: a head on one of the backbone's levels, or None.
+        aux_level: this level.
+        aux_weight: weight of its loss.
+    """
+
+    method = ""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        num_classes: int,
+        neck: nn.Module | None,
+        head: nn.Module,
+        auxiliary: nn.Module | None = None,
+        aux_level: int = 2,
+        aux_weight: float = AUX_WEIGHT,
+    ) -> None:
+        super().__init__()
+        if num_classes < 1:
+            raise ValueError(f"a segmenter needs at least one class, got num_classes={num_classes}")
+        self.backbone, self.num_classes = backbone, num_classes
+        self.neck = nn.Identity() if neck is None else neck
+        self.head, self.auxiliary = head, auxiliary
+        self.aux_level, self.aux_weight = aux_level, aux_weight
+
+    def forward(self, images: Tensor, target: Tensor | None = None) -> Tensor | dict[str, Tensor]:
+        """Images (B, 3, H, W) -> logits (B, K, H, W); with a target (B, H, W), losses by name."""
+        if target is not None and target.shape != (images.shape[0], *images.shape[-2:]):
+            raise ValueError(f"images {tuple(images.shape)} and target {tuple(target.shape)} differ in size or number")
+        padded = self.backbone.pad(images)
+        maps = self.backbone(padded)
+        logits = self._resize(self.head(self.neck(maps)), padded, images)
+        if target is None:
+            return logits
+        losses = {"loss_seg": segmentation_loss(logits, target)}
+        if self.auxiliary is not None:
+            aux = self._resize(self.auxiliary(maps[self.aux_level]), padded, images)
+            losses["loss_aux"] = self.aux_weight * segmentation_loss(aux, target)
+        return losses
+
+    @staticmethod
+    def _resize(logits: Tensor, padded: Tensor, images: Tensor) -> Tensor:
+        """Logits of the padded images -> logits of the images."""
+        logits = resize(logits, padded.shape[-2:])
+        return logits[..., : images.shape[-2], : images.shape[-1]]
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the backbone's blocks in the backward pass instead of keeping their activations."""
+        self.backbone.set_grad_checkpointing(enable)
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that are not decayed."""
+        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
+
+
+def resize(x: Tensor, size: tuple[int, int] | torch.Size) -> Tensor:
+    """Bilinear resizing of (B, C, h, w), corners not aligned."""
+    if tuple(x.shape[-2:]) == tuple(size):
+        return x
+    return F.interpolate(x, size=(int(size[0]), int(size[1])), mode="bilinear", align_corners=False)
+
+
+def segmentation_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy of logits (B, K, H, W) and classes (B, H, W), in float32, as a mean over all pixels."""
+    total = F.cross_entropy(logits.float(), target, ignore_index=IGNORE, reduction="sum")
+    return total / max(target.numel(), 1)
+
+
+def doublings(stride: int) -> int:
+    """How often a map of this stride is doubled until its stride is 4."""
+    return max(round(math.log2(stride / 4)), 0)

@@ -1,0 +1,84 @@
+"""UperNet: pyramid pooling on the coarsest level, then a feature pyramid whose levels are fused."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokamix.dense.backbone import Backbone
+from tokamix.dense.segmenter import AuxiliaryHead, Classifier, ConvNorm, Segmenter, resize
+
+POOLS = (1, 2, 3, 6)
+
+
+class PyramidPooling(nn.Module):
+    """The map next to its averages over grids of several sizes, fused.
+
+    Args:
+        channels: of the map.
+        width: of each average and of the result.
+        pools: sides of the grids.
+    """
+
+    def __init__(self, channels: int, width: int, pools: Sequence[int] = POOLS) -> None:
+        super().__init__()
+        self.pools = tuple(pools)
+        self.branches = nn.ModuleList(ConvNorm(channels, width, 1) for _ in pools)
+        self.fuse = ConvNorm(channels + len(self.pools) * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, width, H, W)."""
+        parts = [x]
+        for pool, branch in zip(self.pools, self.branches, strict=True):
+            parts.append(resize(branch(F.adaptive_avg_pool2d(x, pool)), x.shape[-2:]))
+        return self.fuse(torch.cat(parts, dim=1))
+
+
+class UperHead(nn.Module):
+    """Unified Perceptual Parsing, arXiv 1807.10221, as in MMSegmentation.
+
+    Args:
+        channels: of the backbone's levels, fine to coarse.
+        num_classes: classes.
+        width: channels of the head.
+        pools: grids of the pyramid pooling.
+        drop: dropout before the classifier.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[int],
+        num_classes: int,
+        width: int = 512,
+        pools: Sequence[int] = POOLS,
+        drop: float = 0.1,
+    ) -> None:
+        super().__init__()
+        finer = list(channels)[:-1]
+        self.pooling = PyramidPooling(channels[-1], width, pools)
+        self.lateral = nn.ModuleList(ConvNorm(dim, width, 1) for dim in finer)
+        self.output = nn.ModuleList(ConvNorm(width, width) for _ in finer)
+        self.fuse = ConvNorm(len(channels) * width, width)
+        self.classifier = Classifier(width, num_classes, drop)
+
+    def forward(self, maps: list[Tensor]) -> Tensor:
+        """Maps (B, C_i, H_i, W_i), finest first -> logits (B, K, H_0, W_0)."""
+        sums = [lateral(x) for lateral, x in zip(self.lateral, maps[:-1], strict=True)]
+        sums.append(self.pooling(maps[-1]))
+        for i in range(len(sums) - 1, 0, -1):
+            sums[i - 1] = sums[i - 1] + resize(sums[i], sums[i - 1].shape[-2:])
+        outputs = [output(x) for output, x in zip(self.output, sums[:-1], strict=True)] + [sums[-1]]
+        return self.classifier(self.fuse(torch.cat([resize(x, sums[0].shape[-2:]) for x in outputs], dim=1)))
+
+
+class UperNet(Segmenter):
+    """A backbone and `UperHead`, with an auxiliary head on the level before the last; see `Segmenter`."""
+
+    method = "upernet"
+
+    def __init__(self, backbone: Backbone, num_classes: int, width: int = 512, aux: bool = True) -> None:
+        head = UperHead(backbone.channels, num_classes, width)
+        level = len(backbone.channels) - 2
+        auxiliary = AuxiliaryHead(backbone.channels[level], num_classes) if aux else None
+        super().__init__(backbone, num_classes, None, head, auxiliary, level)
