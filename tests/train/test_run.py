@@ -15,12 +15,15 @@ import torch
 import torch.nn.functional as F
 import yaml
 from safetensors.torch import load_file
+from timm.layers import DropPath
 
+import tokamix
 from tests.train.tiny import TINY, run, tiny_data
 from tokamix.data import make_loader
 from tokamix.evaluate import evaluate
 from tokamix.train import train
 from tokamix.train.build import build_model, data_config, timm_config
+from tokamix.train.compiling import compile_blocks
 from tokamix.train.curves import draw_curves
 from tokamix.train.engine import Engine
 from tokamix.train.files import write_tensors
@@ -243,8 +246,10 @@ def test_memory_order_and_checkpointing_change_nothing_but_rounding(tmp_path: Pa
 
 
 def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One graph for training and one for evaluation, whatever the size of the last batch; the same losses."""
-    plain = run(tmp_path / "plain", epochs=3, ema=0.9)
+    """One graph of all blocks for training and one for evaluation, whatever their drop rates, which change meanwhile,
+    and the size of the last batch; the same losses where nothing is dropped."""
+    deep = {"ema": 0.9, "epochs": 3, "model_kwargs": {**TINY.model_kwargs, "depth": 3}}
+    plain = run(tmp_path / "plain", **deep)
     graphs = []
 
     def count(graph, inputs):
@@ -254,12 +259,30 @@ def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **kw: real(self, backend=count, **kw))
     torch._dynamo.reset()
-    compiled = run(tmp_path / "compiled", epochs=3, ema=0.9, compile=True)
+    compiled = run(tmp_path / "compiled", **deep, compile=True)
     assert [row["train_loss"] for row in compiled.epochs] == pytest.approx(
         [row["train_loss"] for row in plain.epochs], rel=1e-4
     )
     assert len(graphs) == 2
+    run(tmp_path / "dropped", **deep, compile=True, drop_path=0.1, drop_path_later={1: 0.3, 2: 0.2})
+    assert len(graphs) == 2
     torch._dynamo.reset()
+
+
+def test_stochastic_depth_of_compiled_blocks() -> None:
+    """It drops the share of images that it says, and keeps the mean."""
+    model = tokamix.create_model("columnar_tiny_softmax", img_size=32, depth=3, drop_path_rate=0.5)
+    names = list(model.state_dict())
+    compile_blocks(model, graphs=False)
+    assert list(model.state_dict()) == names
+    (layer,) = {module for module in model.modules() if isinstance(module, DropPath) and module.drop_prob == 0.5}
+    x = torch.ones(20_000, 2, 3)
+    kept = layer(x)
+    assert set(kept.unique().tolist()) == {0.0, 2.0}
+    assert kept[:, 0, 0].mean() == pytest.approx(1, abs=0.03)
+    layer.drop_prob = 0.25
+    assert (layer(x)[:, 0, 0] == 0).float().mean() == pytest.approx(0.25, abs=0.02)
+    assert torch.equal(layer.eval()(x), x)
 
 
 def test_the_pages_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

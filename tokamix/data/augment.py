@@ -74,6 +74,9 @@ class Augment:
         self.grey = torch.tensor(weights, device=device)[:, None, None]
         # what a turn or a shift uncovers becomes the mean colour
         self.fill = torch.tensor(mean, device=device)[:, None, None] * 255
+        # what no operation of the policy touches stays out of the plan; what is in it never changes from batch to batch
+        used = {name for op in getattr(self.policy, "ops", ()) for name in EFFECTS[op.name]}
+        self.colours = [name for name in COLOUR if name in used]
         self.jitter = recipe.color_jitter if not isinstance(self.policy, RandAugment) else None
 
     def plan(self, n: int, size: tuple[int, int], draw: torch.Generator) -> Table:
@@ -91,7 +94,7 @@ class Augment:
             for chosen, level, sign in _rand_layers(self.policy, n, draw):
                 numbers = _numbers([op.name for op in self.policy.ops], chosen, level, sign)
                 matrix = matrix @ _matrix(numbers)
-                layers.append(_used(numbers))
+                layers.append({name: numbers[name] for name in self.colours})
         elif self.policy == "3-augment":
             layers.append(_three_augment(n, draw))
         if self.jitter:
@@ -271,11 +274,6 @@ def _matrix(numbers: Table) -> Tensor:
     matrix = torch.eye(3).repeat(len(numbers["xx"]), 1, 1)
     matrix[:, :2] = torch.stack([numbers[name] for name in PLACE], 1).unflatten(1, (2, 3))
     return matrix
-
-
-def _used(numbers: Table) -> Table:
-    """The colours that change something; the table is on the CPU, so nobody waits for the answer."""
-    return {name: numbers[name] for name in COLOUR if name in numbers and (numbers[name] != float(COLOUR[name])).any()}
 
 
 def _three_augment(n: int, draw: torch.Generator) -> Table:

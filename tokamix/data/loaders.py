@@ -8,7 +8,7 @@ global batch is dealt out: rank r takes positions r, r + world, ... of it.
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,6 +35,7 @@ _log = logging.getLogger("tokamix")
 Batch = tuple[Tensor, Tensor]
 RESIDENT_BYTES = 4 << 30  # a set up to this size lives on the device
 CROP_PCT = 0.875  # timm's, for photos; pictures held as arrays are small, and all of them is shown
+PLANNED = 16  # batches whose augmentation is decided together
 SHRINK = 4  # a JPEG is decoded to no less than this many times the image's size, so that small crops stay sharp
 
 
@@ -91,6 +92,34 @@ def make_loader(
     return Worker(dataset, setup, workers, corrupt)
 
 
+def replayed(function: Callable[..., Batch]) -> Callable[..., Batch]:
+    """A function of tensors on a GPU as one launch instead of hundreds: recorded at its first call, then replayed.
+
+    The tensors must have the same shapes in each call.
+    """
+    inputs: list[Tensor] = []
+    outputs: Batch = ()  # type: ignore[assignment]
+    graph = torch.cuda.CUDAGraph()
+
+    def replay(*given: Tensor) -> Batch:
+        nonlocal outputs
+        if not inputs:
+            inputs.extend(tensor.clone() for tensor in given)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                function(*inputs)  # what libraries set up at their first call cannot be recorded
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may pin memory meanwhile
+                outputs = function(*inputs)
+        for mine, tensor in zip(inputs, given, strict=True):
+            mine.copy_(tensor)
+        graph.replay()
+        return tuple(tensor.clone() for tensor in outputs)  # type: ignore[return-value]  # theirs are written again
+
+    return replay
+
+
 def check_batches(count: int, train: bool, batch_size: int, rank: int, world: int) -> None:
     """Raise where so many pictures give no batch."""
     if batch_size < 1 or not 0 <= rank < world:
@@ -131,6 +160,8 @@ class Loader(ABC):
         self.batch_size, self.rank, self.world = setup.batch_size, setup.rank, setup.world
         self.mean, self.device = setup.mean, setup.device
         self.skipped: dict[str, str] = {}  # pictures that could not be decoded, and why
+        self.planned: tuple[tuple[int, int], Tensor] = (-1, -1), torch.empty(0)  # the block of batches, and its plan
+        self.columns: dict[str, torch.Size] = {}
         deviation = torch.tensor(setup.std, device=self.device)[:, None, None]
         self.scale = 1 / (255 * deviation)
         self.shift = -torch.tensor(self.mean, device=self.device)[:, None, None] / deviation
@@ -165,25 +196,32 @@ class Loader(ABC):
             tensor = tensor.contiguous().pin_memory()
         return tensor.to(self.device, non_blocking=True)
 
-    def send(self, table: Table) -> Table:
-        """This rank's part of a plan for the global batch, moved to the device in one piece."""
-        flat = torch.cat([values.flatten(1) for values in table.values()], 1)[self.rank :: self.world]
-        parts = self.move(flat).split([values[0].numel() for values in table.values()], 1)
-        return {name: part.unflatten(1, table[name].shape[1:]) for name, part in zip(table, parts, strict=True)}
-
     def finish(self, images: Tensor, table: Table) -> Tensor:
         """Normalise pixels from 0 to 255, and erase."""
         images = torch.addcmul(self.shift, images.float(), self.scale)
         return self.erase(images, table) if self.erase else images
 
-    def plan(self, epoch: int, step: int, augment: Augment | None, size: tuple[int, int]) -> Table:
-        """What happens to each image of a batch, on the device."""
-        draw = generator(self.recipe.seed, epoch, step, "augment")
-        n = self.batch_size * self.world
-        table = augment.plan(n, size, draw) if augment else {}
-        if self.erase:
-            table |= self.erase.plan(n, (self.recipe.image_size,) * 2, draw)
-        return self.send(table) if table else {}
+    def plan(self, epoch: int, step: int, augment: Augment | None, size: tuple[int, int]) -> Tensor:
+        """What happens to each image of a batch, on the device: the columns of a table, side by side (B, numbers).
+
+        Many batches are planned at once, which takes hardly longer than one.
+        """
+        block, step = divmod(step, PLANNED)
+        if self.planned[0] != (epoch, block):
+            draw = generator(self.recipe.seed, epoch, block, "augment")
+            n = PLANNED * self.batch_size * self.world
+            table = augment.plan(n, size, draw) if augment else {}
+            if self.erase:
+                table |= self.erase.plan(n, (self.recipe.image_size,) * 2, draw)
+            self.columns = {name: values.shape[1:] for name, values in table.items()}
+            flat = torch.cat([values.flatten(1) for values in table.values()], 1) if table else torch.empty(n, 0)
+            self.planned = (epoch, block), self.move(flat[self.rank :: self.world])
+        return self.planned[1][step * self.batch_size :][: self.batch_size]
+
+    def table(self, plan: Tensor) -> Table:
+        """The columns of a plan by their names."""
+        parts = plan.split([shape.numel() for shape in self.columns.values()], 1) if self.columns else ()
+        return {name: part.unflatten(1, shape) for (name, shape), part in zip(self.columns.items(), parts, strict=True)}
 
 
 class Resident(Loader):
@@ -197,18 +235,23 @@ class Resident(Loader):
             images = _fitted(images, recipe.image_size, recipe.crop_pct or 1.0, recipe.interpolation)
         self.images, self.labels = images, labels.to(self.device)
         self.augment = Augment(recipe, self.mean, self.device) if self.train else None
+        self.augmented = replayed(self._augmented) if self.device.type == "cuda" else self._augmented
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Batches of an epoch, from step `start` on."""
         order = self.move(self.order(number))
+        size = (self.images.shape[-2], self.images.shape[-1])
         for step in range(start, len(self)):
             part = self.positions(step)
             chosen = order[part.start : part.stop : part.step]
-            images, table = self.images[chosen], {}
             if self.augment:
-                table = self.plan(number, step, self.augment, (images.shape[-2], images.shape[-1]))
-                images = self.augment(images, table)
-            yield self.finish(images, table), self.labels[chosen]
+                yield self.augmented(chosen, self.plan(number, step, self.augment, size))
+            else:
+                yield self.finish(self.images[chosen], {}), self.labels[chosen]
+
+    def _augmented(self, chosen: Tensor, plan: Tensor) -> Batch:
+        table = self.table(plan)
+        return self.finish(self.augment(self.images[chosen], table), table), self.labels[chosen]  # type: ignore[misc]
 
 
 class Worker(Loader):
@@ -277,7 +320,7 @@ class Worker(Loader):
     def _finished(self, epoch: int, step: int, *parts: Any) -> Any:
         """A batch on the device from what the reader made."""
         images, labels = (t.to(self.device, non_blocking=True) for t in parts)
-        table = self.plan(epoch, step, None, (0, 0)) if self.train else {}
+        table = self.table(self.plan(epoch, step, None, (0, 0))) if self.erase else {}
         return self.finish(images, table), labels
 
     def _checked(self, loader: Iterable[Any]) -> Iterator[Any]:

@@ -52,10 +52,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, recipe: Recipe, steps: int) 
 
 
 class DropPathSchedule:
-    """Stochastic depth that may change during the run; the layers keep their proportions.
-
-    Compiled models are compiled once more where it changes.
-    """
+    """Stochastic depth that may change during the run; the layers keep their proportions."""
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         self.rates = {0: recipe.drop_path, **recipe.drop_path_later} if recipe.drop_path_later else {}

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tokamix.recipes import Recipe
+from tokamix.train.compiling import compile_blocks
 from tokamix.train.optim import make_optimizer
 
 try:
@@ -72,7 +73,8 @@ def distribute(
         wrapped, optimizer = accelerator.prepare(model, make_optimizer(model, recipe, device))
     core = accelerator.unwrap_model(wrapped)
     if recipe.compile:
-        core.compile(dynamic=False)  # in place: names stay, and training and evaluation share it
+        graphs = device.type == "cuda" and accelerator.num_processes == 1 and recipe.accumulate == 1
+        compile_blocks(core, graphs)
     return wrapped, core, optimizer
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tokamix.checkpoint import load_checkpoint, read_checkpoint, unwrap
 from tokamix.registry import create_model
+from tokamix.train.compiling import compile_blocks
 
 Statistics = tuple[Sequence[float], Sequence[float]]
 
@@ -72,7 +73,7 @@ def load_teacher(
     config = resolve_model_data_config(model)
     size = tuple(config["input_size"][1:]) if model.pretrained_cfg.get("fixed_input_size") else None
     if compiled:
-        model.compile(dynamic=False)
+        compile_blocks(model, graphs=False)
 
     def logits(images: Tensor) -> Tensor:
         with autocast():

@@ -1,0 +1,65 @@
+"""Compilation by blocks: a network's layers look alike, so one of each kind is compiled, not all of them in a row."""
+
+from itertools import chain
+
+import torch
+from timm.layers import DropPath
+from torch import Tensor, nn
+
+
+def compile_blocks(model: nn.Module, graphs: bool) -> None:
+    """Compile every block of a model in place, or the whole of a model that has none; names stay.
+
+    Args:
+        model: is run with one shape of images alone.
+        graphs: launch each block as one CUDA graph. Not for gradients that add up over several passes, which a graph
+            writes to the same place each time, nor for those that DDP keeps in its own places.
+    """
+    for layer in model.modules():
+        if type(layer) is DropPath:
+            _as_tensor(layer, next(model.parameters()).device)
+    for block in list(chain.from_iterable(repeated_blocks(model))) or [model]:
+        block.compile(dynamic=False, mode="reduce-overhead" if graphs else None)
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:
+    """The innermost lists of a model that hold several blocks of one class."""
+    lists = [
+        module
+        for module in model.modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential))
+        and len(module) > 1
+        and len({type(block) for block in module}) == 1
+        and any(True for _ in module[0].children())
+    ]
+    return [outer for outer in lists if not any(inner is not outer and inner in outer.modules() for inner in lists)]
+
+
+class TensorDropPath(DropPath):
+    """Stochastic depth whose rate is a tensor: a number is compiled in, and blocks differ in it."""
+
+    keep: Tensor
+
+    @property
+    def drop_prob(self) -> float:
+        """The share of images whose branch is dropped."""
+        return self._rate
+
+    @drop_prob.setter
+    def drop_prob(self, rate: float) -> None:
+        self._rate = rate
+        self.keep.fill_(1 - rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop the branch of some images, and scale that of the others up."""
+        if not self.training:
+            return x
+        kept = torch.rand((len(x),) + (1,) * (x.ndim - 1), device=x.device) < self.keep
+        return x * (kept / self.keep).to(x.dtype)
+
+
+def _as_tensor(layer: DropPath, device: torch.device) -> None:
+    rate = layer.__dict__.pop("drop_prob")
+    layer.__class__ = TensorDropPath
+    layer.register_buffer("keep", torch.ones((), device=device), persistent=False)
+    layer.drop_prob = rate
