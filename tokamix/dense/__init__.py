@@ -1,7 +1,112 @@
 """Dense prediction: backbones, necks, segmenters and detectors in plain PyTorch and torchvision."""
 
+from typing import Any
+
+from torch import nn
+
+from tokamix.dense._detector import Detector
+from tokamix.dense.atm_fpn import AtmFPN
 from tokamix.dense.backbone import Backbone, make_backbone
+from tokamix.dense.cascade import CascadeMaskRCNN
 from tokamix.dense.fpn import FPN
+from tokamix.dense.mask_rcnn import MaskRCNN
+from tokamix.dense.retinanet import RetinaNet
+from tokamix.dense.segmenter import IGNORE, Segmenter
+from tokamix.dense.semantic_fpn import SemanticFPN
+from tokamix.dense.upernet import UperNet
 from tokamix.dense.vit_pyramid import VitPyramid
 
-__all__ = ["FPN", "Backbone", "VitPyramid", "make_backbone"]
+SEGMENTERS = ("semantic_fpn", "upernet")
+DETECTORS: dict[str, type[RetinaNet | MaskRCNN]] = {
+    kind.method: kind for kind in (RetinaNet, MaskRCNN, CascadeMaskRCNN)
+}
+METHODS = (*SEGMENTERS, *DETECTORS)
+NECKS: dict[str, type[FPN]] = {"fpn": FPN, "atm_fpn": AtmFPN}
+
+
+def create_segmenter(
+    method: str,
+    backbone: str | nn.Module,
+    num_classes: int,
+    *,
+    neck: str = "fpn",
+    aux: bool = True,
+    width: int | None = None,
+    **backbone_kwargs: Any,
+) -> Segmenter:
+    """A segmenter by name.
+
+    Args:
+        method: "semantic_fpn" or "upernet".
+        backbone: a timm model's name, a model or a `Backbone`.
+        num_classes: classes.
+        neck: "fpn" or "atm_fpn"; UperNet brings its own.
+        aux: whether UperNet has its auxiliary head.
+        width: channels of the head; None for the papers' (128 and 512).
+        backbone_kwargs: for `make_backbone`.
+    """
+    if method not in SEGMENTERS:
+        raise ValueError(f"unknown segmenter {method!r}: choose one of {', '.join(SEGMENTERS)}")
+    body = make_backbone(backbone, **backbone_kwargs)
+    if method == "upernet":
+        if neck != "fpn":
+            raise ValueError(f"UperNet has its own pyramid and takes no neck {neck!r}; semantic_fpn does")
+        return UperNet(body, num_classes, width or 512, aux)
+    made = make_neck(neck, body, outs=len(body.channels))
+    return SemanticFPN(body, num_classes, made, width or 128)
+
+
+def create_detector(
+    method: str,
+    backbone: str | nn.Module,
+    num_classes: int,
+    *,
+    neck: str = "fpn",
+    width: int = 256,
+    **backbone_kwargs: Any,
+) -> Detector:
+    """A detector by name.
+
+    Args:
+        method: "retinanet", "mask_rcnn" or "cascade_mask_rcnn".
+        backbone: a timm model's name, a model or a `Backbone`.
+        num_classes: classes, background not counted.
+        neck: "fpn" or "atm_fpn".
+        width: channels of the neck and of the heads' convolutions.
+        backbone_kwargs: for `make_backbone`.
+    """
+    if method not in DETECTORS:
+        raise ValueError(f"unknown detector {method!r}: choose one of {', '.join(DETECTORS)}")
+    return DETECTORS[method](make_backbone(backbone, **backbone_kwargs), num_classes, _find_neck(neck), width)
+
+
+def make_neck(name: str, backbone: Backbone, **kwargs: Any) -> FPN:
+    """A neck by name, for a backbone's channels and strides; `kwargs` as for `FPN`."""
+    return _find_neck(name)(backbone.channels, strides=backbone.strides, **kwargs)
+
+
+def _find_neck(name: str) -> type[FPN]:
+    if name not in NECKS:
+        raise ValueError(f"unknown neck {name!r}: choose one of {', '.join(NECKS)}")
+    return NECKS[name]
+
+
+__all__ = [
+    "FPN",
+    "IGNORE",
+    "METHODS",
+    "AtmFPN",
+    "Backbone",
+    "CascadeMaskRCNN",
+    "Detector",
+    "MaskRCNN",
+    "RetinaNet",
+    "Segmenter",
+    "SemanticFPN",
+    "UperNet",
+    "VitPyramid",
+    "create_detector",
+    "create_segmenter",
+    "make_backbone",
+    "make_neck",
+]

@@ -1,0 +1,70 @@
+"""RetinaNet: one stage, every anchor classified, the focal loss against the many that are background."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchvision.models.detection.image_list import ImageList
+from torchvision.models.detection.retinanet import RetinaNetHead
+from torchvision.ops import sigmoid_focal_loss
+
+from tokamix.dense._detector import Anchors, Assigner, Coder, Detector, Target, assign_anchors
+from tokamix.dense.backbone import Backbone
+from tokamix.dense.fpn import FPN
+
+
+class RetinaNet(Detector):
+    """RetinaNet, arXiv 1708.02002, as MMDetection configures it.
+
+    Levels P3 to P7, the last two by convolutions on the backbone's last map; nine anchors to a place, positive from an
+    IoU of 0.5 and negative below 0.4; a truth always gets the anchor that overlaps it most. Both losses are sums over
+    the batch, divided by its number of positive anchors (torchvision divides by image, then averages the images).
+    """
+
+    method = "retinanet"
+    candidates = 1000  # (anchor, class) pairs of each level that enter the suppression
+
+    def __init__(self, backbone: Backbone, num_classes: int, neck: Callable[..., FPN] = FPN, width: int = 256) -> None:
+        pyramid = neck(backbone.channels, width, outs=5, extra="conv", start=1, strides=backbone.strides)
+        super().__init__(backbone, pyramid, num_classes)
+        self.anchors = Anchors(self.neck.strides, [4 * 2 ** (i / 3) for i in range(3)])
+        self.head = RetinaNetHead(width, 9, num_classes)
+        self.coder, self.matcher = Coder(), Assigner(0.5, 0.4, least=0.0)
+
+    def losses(self, features: list[Tensor], batch: ImageList, targets: list[Target]) -> dict[str, Tensor]:
+        """The focal loss of the classes and the L1 loss of the boxes."""
+        out = self.head(features)
+        logits, codes = out["cls_logits"].float(), out["bbox_regression"].float()  # (B, N, K), (B, N, 4)
+        anchors = self.anchors(batch, features)[0]
+        matched = assign_anchors(self.matcher, anchors, targets, batch.image_sizes, self.backbone.strides[-1])
+        count = (matched >= 0).sum(1).clamp(min=1).sum()  # an image without positives counts as one
+
+        image, anchor = (matched >= 0).nonzero(as_tuple=True)
+        first = torch.tensor([0, *(len(t["labels"]) for t in targets[:-1])], device=anchors.device).cumsum(0)
+        truth = matched[image, anchor] + first[image]  # in all images' truths
+        classes = torch.zeros_like(logits)
+        classes[image, anchor, torch.cat([t["labels"] for t in targets])[truth]] = 1
+        valid = matched > Assigner.BETWEEN_THRESHOLDS
+        focal = sigmoid_focal_loss(logits[valid], classes[valid], alpha=0.25, gamma=2, reduction="sum")
+        wanted = self.coder.encode_single(torch.cat([t["boxes"] for t in targets])[truth], anchors[anchor])
+        box = F.l1_loss(codes[image, anchor], wanted, reduction="sum")
+        return {"class": focal / count, "box": box / count}
+
+    def detect(self, features: list[Tensor], batch: ImageList) -> list[Target]:
+        """The best pairs of anchor and class of each level, then suppression within each class."""
+        out = self.head(features)
+        anchors = self.anchors(batch, features)[0]
+        counts = [9 * x.shape[-2] * x.shape[-1] for x in features]
+        levels = [x.split(counts, -2) for x in (out["cls_logits"], out["bbox_regression"], anchors)]
+        found = []
+        for logits, codes, places in zip(*levels, strict=True):
+            pairs = logits.flatten(1)
+            best, index = pairs.topk(min(self.candidates, pairs.shape[1]), 1)  # (B, n)
+            anchor = index // self.num_classes
+            picked = codes.gather(1, anchor[..., None].expand(-1, -1, 4))
+            boxes = self.coder.decode_single(picked.flatten(0, 1), places[anchor.flatten()]).view_as(picked)
+            found.append((boxes, best.float().sigmoid(), index % self.num_classes))
+        boxes, scores, labels = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+        every = zip(boxes, scores, labels, batch.image_sizes, strict=True)
+        return [self.choose(box, score, label, size) for box, score, label, size in every]
