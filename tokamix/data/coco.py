@@ -2,8 +2,8 @@
 
 Options of a source (`coco:PATH?empty=keep`):
 
-- `empty`: what becomes of training images without a thing to learn; `drop`, which is what the papers' framework does, or
-  `keep`. In validation they stay.
+- `empty`: what becomes of training images without a thing to learn: `drop`, which is what the papers' framework does,
+  or `keep`. In validation they stay.
 
 Where annotations reach over the image's edge they are clipped. Those without area, or without an outline where others
 have one, are left out, which is logged once. Classes are numbered from 0 in the order of their ids, whatever gaps these
@@ -163,7 +163,7 @@ class CocoFile:
         boxes = np.array([entry["bbox"] for entry in annotations], dtype=np.float64).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
         boxes = boxes.clip(0, self.sizes[owners][:, [1, 0, 1, 0]])
-        keep: np.ndarray = (boxes[:, 2:] > boxes[:, :2]).all(1)
+        keep = np.all(boxes[:, 2:] > boxes[:, :2], axis=1)
         outlines = [
             _outline(entry.get("segmentation"), f"{self.path}: annotation {entry['id']}") for entry in annotations
         ]
@@ -270,13 +270,16 @@ class CocoScenes(SceneSet):
         return scene
 
     def coco_dict(self) -> dict[str, Any]:
-        """What the file says of these images, unchanged but for the annotations' ids, which start at 1.
+        """What the file says of these images.
 
-        The reference tools take an annotation of id 0 for none at all.
+        Annotations' ids start at 1, since the reference tools take one of id 0 for none at all; those without an
+        outline where others have one are left out, since the tools cannot read them.
         """
         content = read_json(self.file.path)
         ids = {self.image_id(i) for i in range(len(self))}
         annotations = [dict(entry) for entry in content["annotations"] if entry["image_id"] in ids]
+        if self.has_masks:
+            annotations = [entry for entry in annotations if _outline(entry.get("segmentation"), "") is not None]
         for n, entry in enumerate(annotations, 1):
             entry["id"] = n
             entry.setdefault("iscrowd", 0)

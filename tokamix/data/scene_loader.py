@@ -8,6 +8,7 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
+from tokamix.data.decode import DataError
 from tokamix.data.keyed import key
 from tokamix.data.loaders import Reader, Setup, Worker, check_batches
 from tokamix.data.scene_transforms import shown, train_detect, train_segment
@@ -67,6 +68,8 @@ def make_scene_loader(
             where the data set has them.
     """
     check_batches(len(dataset), train, batch_size, rank, world)
+    if train and not dataset.has_masks and (masks or recipe.method in ("mask_rcnn", "cascade_mask_rcnn")):
+        raise DataError(f"{recipe.method} learns masks, but the annotations have boxes alone; use retinanet")
     if masks is None:
         masks = train and task == "detect" and dataset.has_masks and recipe.method != "retinanet"
     means, stds = tuple(mean or IMAGENET_DEFAULT_MEAN), tuple(std or IMAGENET_DEFAULT_STD)

@@ -1,5 +1,7 @@
 """Measuring trained models."""
 
 from tokamix.evaluate.accuracy import accuracy, evaluate
+from tokamix.evaluate.detection import CocoAP
+from tokamix.evaluate.segmentation import MeanIoU
 
-__all__ = ["accuracy", "evaluate"]
+__all__ = ["CocoAP", "MeanIoU", "accuracy", "evaluate"]
