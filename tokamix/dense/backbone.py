@@ -22,7 +22,7 @@ ANY_SIZE: tuple[dict[str, Any], ...] = (
     {"dynamic_img_size": True},
     {},
 )
-LEVEL_NORM = re.compile(r"norm_?(\d)\.(weight|bias)")  # the names of a level's norm in the papers' code
+LEVEL_NORM = re.compile(r"norm_?(\d)\.(weight|bias)")  # a level's norm in ATMNet's and Swin's code for segmentation
 
 
 class LevelNorms(nn.ModuleList):
@@ -138,7 +138,7 @@ def make_backbone(
             f"{type(body).__name__} has no forward_intermediates; pass its name and no checkpoint to use features_only"
         )
     state = None if checkpoint is None else _read(checkpoint)
-    norms = {} if state is None else _split_norms(state)
+    saved = {} if state is None else _split_levels(state)
     fresh = [] if state is None else load_checkpoint(body, state, strict=False).fresh
 
     reductions = [part["reduction"] for part in info]
@@ -153,16 +153,19 @@ def make_backbone(
             f"the checkpoint holds nothing for {len(lost)} parameters of {type(body).__name__}, for one {lost[0]}"
         )
     _freeze_idle(body)
+    levels: nn.Module = nn.Identity()
     if column:
-        pyramid = VitPyramid(channels[0], strides[0])
-        return Backbone(body, indices, pyramid, pyramid.channels, pyramid.strides, strides[0])
-    normed = level_norm and getattr(body, "output_fmt", "") == "NHWC"
-    levels = LevelNorms(channels) if normed else nn.Identity()
-    if norms and normed:
-        levels.load_state_dict(norms)
-    # our pyramids halve with rounding up; others may drop a last odd row
-    exact = isinstance(body, Pyramid) and body.output_fmt == "NHWC"
-    return Backbone(body, indices, levels, channels, strides, strides[0] if exact else strides[-1])
+        levels, multiple = VitPyramid(channels[0], strides[0]), strides[0]
+        channels, strides = list(levels.channels), list(levels.strides)
+    else:
+        if level_norm and getattr(body, "output_fmt", "") == "NHWC":
+            levels = LevelNorms(channels)
+        # our pyramids halve with rounding up; others may drop a last odd row
+        exact = isinstance(body, Pyramid) and body.output_fmt == "NHWC"
+        multiple = strides[0] if exact else strides[-1]
+    if saved and levels.state_dict():
+        levels.load_state_dict(saved)
+    return Backbone(body, indices, levels, channels, strides, multiple)
 
 
 def _create(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
@@ -176,24 +179,20 @@ def _create(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
 
 
 def _read(checkpoint: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:
-    """A classifier's, a backbone's or a whole segmenter's state dict -> that of the body and its norms."""
+    """A classifier's, a backbone's or a whole segmenter's or detector's state dict; of the latter the backbone's."""
     state = unwrap(checkpoint if isinstance(checkpoint, Mapping) else read_checkpoint(checkpoint))
-    for prefix in ("backbone.", "body."):
-        if any(name.startswith(prefix) for name in state):
-            norms = {n: v for n, v in state.items() if n.startswith(("levels.", "backbone.levels."))}
-            state = {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)} | norms
-    return state
+    if any(name.startswith("backbone.") for name in state):
+        state = {n.removeprefix("backbone."): v for n, v in state.items() if n.startswith("backbone.")}
+    return {name.removeprefix("body."): value for name, value in state.items()}
 
 
-def _split_norms(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Take the level norms' weights out of a state dict, under our names or the papers'."""
-    norms = {}
-    for name in list(state):
-        if found := LEVEL_NORM.fullmatch(name):
-            norms[f"{found[1]}.{found[2]}"] = state.pop(name)
-        elif "levels." in name:
-            norms[name.rpartition("levels.")[2]] = state.pop(name)
-    return norms
+def _split_levels(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Take out of a state dict what belongs to `Backbone.levels`, under our names or the papers'."""
+    levels = {n.removeprefix("levels."): state.pop(n) for n in list(state) if n.startswith("levels.")}
+    norms = {name: found for name in state if (found := LEVEL_NORM.fullmatch(name))}
+    if any(found[1] == "0" for found in norms.values()):  # counted from 1 they are something else
+        levels |= {f"{found[1]}.{found[2]}": state.pop(name) for name, found in norms.items()}
+    return levels
 
 
 def _from_feature_list(name: str, pretrained: bool, kwargs: dict[str, Any]) -> Backbone:

@@ -1,0 +1,269 @@
+"""Backbones for dense prediction: the authors' maps, every family, any size, checkpoints, and other libraries."""
+
+import math
+
+import pytest
+import segmentation_models_pytorch as smp
+import timm
+import torch
+import torchvision
+from torch import Tensor, nn
+from transformers import TimmBackbone, TimmBackboneConfig
+
+import tokamix
+from tests.conftest import assert_golden, load_golden
+from tests.models.test_atmnet import TINY, build, translate
+from tokamix.dense import Backbone, VitPyramid, make_backbone
+from tokamix.dense.backbone import LevelNorms
+from tokamix.dense.vit_pyramid import taps
+from tokamix.models.atmnet import ATMNet
+
+# one of each family and kind: pyramids with and without norms, columns of patch 8 and 16, with and without class token
+OURS = {
+    "atmnet_xtiny": LevelNorms,
+    "stvit_small": LevelNorms,
+    "amixer_tiny": LevelNorms,
+    "pyramid_tiny_pooling": LevelNorms,
+    "swin_tiny_cb": LevelNorms,
+    "pvt_tiny": nn.Identity,
+    "pvt_v2_b0_cb": nn.Identity,
+    "cvt_13_sima": nn.Identity,
+    "xcit_nano_12_p16_sima": VitPyramid,
+    "xcit_nano_12_p8_sima": VitPyramid,
+    "deit_small_sima": VitPyramid,
+    "deit_tiny_distilled_cb": VitPyramid,
+    "localvit_tiny": VitPyramid,
+    "amixer_deit_small": VitPyramid,
+}
+TIMMS = {
+    "resnet18": nn.Identity,
+    "convnext_atto": nn.Identity,
+    "swin_tiny_patch4_window7_224": LevelNorms,
+    "deit_tiny_patch16_224": VitPyramid,
+    "xcit_nano_12_p8_224": VitPyramid,
+    "efficientnet_b0": nn.Identity,
+    "vgg11": nn.Identity,
+}
+
+
+def tiny(**kwargs: object) -> ATMNet:
+    return ATMNet(**TINY, **kwargs)
+
+
+def test_golden_segmentation_backbone() -> None:
+    """The authors' segmentation/activemlp.py, norms and gradients included, through its own parameter names."""
+    golden = load_golden("atm_seg_backbone")
+    backbone = make_backbone(build(golden), checkpoint=golden.weights).double().eval()
+    assert sum(p.numel() for p in backbone.parameters()) == golden.meta["params"]
+    maps = backbone(golden.inputs["x"])
+    total = torch.zeros((), dtype=torch.float64)
+    for i, out in enumerate(maps):
+        assert_golden(out, golden.outputs[f"c{i}"], f"map {i}")
+        total = total + (out * golden.loss_weights[f"c{i}"]).sum()
+    total.backward()
+    ours = {name.removeprefix("body."): p.grad for name, p in backbone.named_parameters()}
+    for name, (norm, _) in golden.meta["grad_norm_sum_all_params"].items():
+        mine = name.replace("norm_", "levels.") if name.startswith("norm_") else next(iter(translate({name: EMPTY})))
+        assert_golden(ours[mine].norm(), torch.tensor(norm, dtype=torch.float64), name)
+
+
+EMPTY = torch.zeros(1, 1)
+
+
+@pytest.mark.parametrize(("name", "levels"), (OURS | TIMMS).items())
+def test_maps(name: str, levels: type[nn.Module]) -> None:
+    """Sides that are no multiple of anything, one pixel high, and a gradient for all that is trained."""
+    backbone = make_backbone(name)
+    assert type(backbone.levels) is levels
+    assert backbone.strides == (4, 8, 16, 32)[: len(backbone.channels)]
+    backbone.eval()
+    for height, width in ((70, 45), (1, 100)):
+        images = torch.randn(1, 3, height, width)
+        with torch.no_grad():
+            maps = backbone(images)
+            for given, padded in zip(maps, backbone(backbone.pad(images)), strict=True):
+                assert torch.equal(given, padded)
+        padded_sides = backbone.pad(images).shape[-2:]
+        for features, channels, stride in zip(maps, backbone.channels, backbone.strides, strict=True):
+            assert features.shape == (1, channels, *(math.ceil(side / stride) for side in padded_sides))
+            assert features.isfinite().all()
+    backbone.train()
+    sum(features.square().mean() for features in backbone(torch.randn(2, 3, 64, 64))).backward()
+    assert [n for n, p in backbone.named_parameters() if p.requires_grad and p.grad is None] == []
+    assert backbone.no_weight_decay() <= {n for n, _ in backbone.named_parameters()}
+
+
+def test_padding_is_on_the_right_and_below_and_no_larger_than_needed() -> None:
+    backbone = make_backbone(tiny())
+    images = torch.randn(2, 3, 64, 70)
+    padded = backbone.pad(images)
+    assert padded.shape == (2, 3, 64, 72)
+    assert torch.equal(padded[..., :70], images)
+    assert not padded[..., 70:].any()
+    assert backbone.pad(padded) is padded
+    assert backbone.pad(torch.zeros(1, 3, 1, 4000)).shape == (1, 3, 32, 4000)
+    assert make_backbone("resnet18").pad(images).shape == (2, 3, 64, 96)
+
+
+def test_level_norms_normalise() -> None:
+    images = torch.randn(1, 3, 64, 64)
+    model = tiny()
+    plain = make_backbone(tiny(), level_norm=False)
+    plain.body.load_state_dict(model.state_dict(), strict=False)
+    normed = make_backbone(model)
+    assert isinstance(plain.levels, nn.Identity)
+    for raw, out in zip(plain(images), normed(images), strict=True):
+        expected = (raw - raw.mean(1, keepdim=True)) / (raw.var(1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+        torch.testing.assert_close(out, expected)
+        assert out.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_taps() -> None:
+    assert taps(12) == (3, 5, 7, 11)
+    assert taps(24) == (7, 11, 15, 23)
+    assert taps(4) == (0, 1, 2, 3)
+    assert taps(5) == (0, 1, 2, 4)
+    with pytest.raises(ValueError, match="at least 4 blocks, got 3"):
+        taps(3)
+
+
+def test_vit_pyramid_by_hand() -> None:
+    """Two transposed convolutions with BatchNorm and GELU between them; one; nothing; the maximum of 2x2."""
+    pyramid = VitPyramid(1).eval()
+    up = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    first, norm, _, second = pyramid.levels[0]
+    for conv in (first, second, pyramid.levels[1]):
+        conv.weight.data = up.view(1, 1, 2, 2).clone()
+        conv.bias.data.fill_(0.5)
+    norm.running_mean.fill_(1.0)
+    norm.running_var.fill_(4.0 - norm.eps)
+    x = torch.tensor([[1.0, -2.0, 0.0]]).view(1, 1, 1, 3)
+    four, two, one, half = pyramid([x] * 4)
+    doubled = torch.kron(x[0, 0], up) + 0.5
+    torch.testing.assert_close(two[0, 0], doubled)
+    hidden = nn.functional.gelu((doubled - 1) / 2)
+    torch.testing.assert_close(four[0, 0], torch.kron(hidden, up) + 0.5)
+    assert torch.equal(one, x)
+    assert half.tolist() == [[[[1.0, 0.0]]]]
+    finer = VitPyramid(1, stride=8)
+    assert [tuple(m.shape[-2:]) for m in finer([torch.zeros(1, 1, 8, 12)] * 4)] == [(16, 24), (8, 12), (4, 6), (2, 3)]
+    assert pyramid.strides == finer.strides == (4, 8, 16, 32)
+    with pytest.raises(ValueError, match="patches of 8 or 16 px, not of 14"):
+        VitPyramid(1, stride=14)
+
+
+def test_columns_are_tapped_after_the_blocks_named() -> None:
+    backbone = make_backbone("xcit_nano_12_p16_sima").eval()
+    seen: dict[int, Tensor] = {}
+    for i in (3, 5, 7, 11):
+        backbone.body.blocks[i].register_forward_hook(lambda _, __, out, i=i: seen.__setitem__(i, out))
+    given: list[Tensor] = []
+    backbone.levels.register_forward_pre_hook(lambda _, args: given.extend(args[0]))
+    backbone(torch.randn(1, 3, 32, 48))
+    for taken, i in zip(given, seen, strict=True):
+        assert torch.equal(taken.flatten(2).transpose(1, 2), seen[i])
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    ours, theirs = a.state_dict(), b.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+def test_checkpoints() -> None:
+    """A classifier's, a backbone's own and a segmenter's; one that lacks something is refused."""
+    classifier = tiny()
+    loaded = make_backbone(tiny(), checkpoint={"state_dict": classifier.state_dict()})
+    assert all(torch.equal(v, classifier.state_dict()[n]) for n, v in loaded.body.state_dict().items())
+    nn.init.normal_(loaded.levels[2].weight)
+    assert same(make_backbone(tiny(), checkpoint=loaded.state_dict()), loaded)
+    segmenter = {f"backbone.{n}": v for n, v in loaded.state_dict().items()} | {"head.weight": torch.zeros(1)}
+    assert same(make_backbone(tiny(), checkpoint=segmenter), loaded)
+    column = make_backbone("xcit_nano_12_p16_sima")
+    assert same(make_backbone("xcit_nano_12_p16_sima", checkpoint=column.state_dict()), column)
+    part = {n: v for n, v in classifier.state_dict().items() if not n.startswith("stages.1.")}
+    with pytest.raises(ValueError, match=r"holds nothing for \d+ parameters of ATMNet, for one stages\.1"):
+        make_backbone(tiny(), checkpoint=part)
+
+
+def test_arguments_reach_the_model() -> None:
+    backbone = make_backbone("atmnet_xtiny", drop_path=0.3, in_chans=4)
+    assert backbone.body.stages[3].blocks[-1].drop_path.drop_prob == pytest.approx(0.3)
+    assert backbone(torch.zeros(1, 4, 32, 32))[0].shape == (1, 64, 8, 8)
+    assert make_backbone(backbone) is backbone
+
+
+def test_checkpointing_gives_the_same_gradients() -> None:
+    backbone, images = make_backbone(tiny()).train(), torch.randn(1, 3, 64, 64)
+
+    def gradients() -> list[Tensor]:
+        backbone.zero_grad()
+        sum(m.square().sum() for m in backbone(images)).backward()
+        return [p.grad.clone() for p in backbone.parameters()]
+
+    plain = gradients()
+    backbone.set_grad_checkpointing()
+    assert backbone.body.stages[0].grad_checkpointing
+    for a, b in zip(plain, gradients(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="there is no model 'atmnet_xtin'; did you mean atmnet_xtiny"):
+        make_backbone("atmnet_xtin")
+    with pytest.raises(ValueError, match="a finished model takes no arguments, got drop_path"):
+        make_backbone(tiny(), drop_path=0.1)
+    with pytest.raises(ValueError, match="Linear says nothing of its features"):
+        make_backbone(nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="colour"):
+        make_backbone("atmnet_xtiny", colour="red")
+
+
+@pytest.mark.parametrize("name", ["atmnet_xtiny", "stvit_small", "pyramid_tiny_sima"])
+def test_encoder_of_segmentation_models_pytorch(name: str) -> None:
+    assert name in tokamix.list_models()
+    model = smp.FPN(f"tu-{name}", encoder_weights=None, classes=5)
+    model(torch.randn(2, 3, 64, 96)).sum().backward()
+    assert model.eval()(torch.randn(1, 3, 64, 96)).shape == (1, 5, 64, 96)
+    assert model.encoder.model.model.stem is not None
+
+
+class ForTorchvision(nn.Module):
+    """Our maps under the names that torchvision's pooling looks for."""
+
+    def __init__(self, backbone: Backbone, width: int) -> None:
+        super().__init__()
+        self.backbone, self.out_channels = backbone, width
+        self.neck = torchvision.ops.FeaturePyramidNetwork(list(backbone.channels), width)
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        return self.neck({str(i): m for i, m in enumerate(self.backbone(images))})
+
+
+@pytest.mark.parametrize("name", ["atmnet_xtiny", "xcit_nano_12_p16_sima"])
+def test_body_of_torchvisions_mask_rcnn(name: str) -> None:
+    detection = torchvision.models.detection
+    anchors = detection.anchor_utils.AnchorGenerator(((16,), (32,), (64,), (128,)), ((0.5, 1.0, 2.0),) * 4)
+    model = detection.MaskRCNN(
+        ForTorchvision(make_backbone(name), 32), 3, min_size=64, max_size=128, rpn_anchor_generator=anchors
+    )
+    masks = torch.zeros(1, 50, 70, dtype=torch.uint8)
+    masks[0, 10:30, 10:40] = 1
+    target = {"boxes": torch.tensor([[10.0, 10.0, 40.0, 30.0]]), "labels": torch.tensor([1]), "masks": masks}
+    losses = model([torch.rand(3, 50, 70), torch.rand(3, 64, 64)], [target, target | {"masks": masks[:, :, :64]}])
+    sum(losses.values()).backward()
+    assert all(p.grad is not None for p in model.backbone.parameters() if p.requires_grad)
+    (found,) = model.eval()([torch.rand(3, 50, 70)])
+    assert found["masks"].shape[1:] == (1, 50, 70)
+
+
+@pytest.mark.parametrize("name", ["atmnet_xtiny", "stvit_small"])
+def test_backbone_of_hugging_face(name: str) -> None:
+    config = TimmBackboneConfig(backbone=name, out_indices=[0, 1, 2, 3], use_pretrained_backbone=False)
+    backbone = TimmBackbone(config=config).eval()
+    ours = timm.create_model(name, features_only=True).eval()
+    ours.load_state_dict(backbone._backbone.state_dict())
+    images = torch.randn(1, 3, 64, 96)
+    with torch.no_grad():
+        for theirs, mine in zip(backbone(images).feature_maps, ours(images), strict=True):
+            assert torch.equal(theirs, mine)
+    assert list(backbone.channels) == ours.feature_info.channels()

@@ -1,0 +1,93 @@
+"""Sliding windows, scales and mirrored images."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.test_atmnet import TINY
+from tokamix.dense import create_segmenter
+from tokamix.dense.windows import segment, slide
+from tokamix.models.atmnet import ATMNet
+
+
+def colours(images: Tensor) -> Tensor:
+    """A model that knows each pixel's class from its colour."""
+    return torch.cat([images, -images.sum(1, keepdim=True)], dim=1)
+
+
+@pytest.mark.parametrize("size", [(37, 53), (16, 16), (5, 9), (1, 400), (16, 17)])
+def test_windows_of_a_pixelwise_model_change_nothing(size: tuple[int, int]) -> None:
+    images = torch.randn(2, 3, *size)
+    torch.testing.assert_close(slide(colours, images, 16, 11), colours(images))
+    torch.testing.assert_close(slide(colours, images, (16, 8)), colours(images))
+    torch.testing.assert_close(segment(colours, images, window=16), colours(images).softmax(1))
+
+
+def test_windows_are_averaged_where_they_overlap() -> None:
+    """Width 10, windows of 6 at strides of 3: from 0, 3 and 4. Each window answers with its number."""
+    seen: list[tuple[int, int]] = []
+
+    def model(images: Tensor) -> Tensor:
+        seen.append((int(images[0, 0, 0, 0]), images.shape[-1]))
+        return torch.full((1, 1, *images.shape[-2:]), float(len(seen)))
+
+    images = torch.arange(10.0).repeat(1, 3, 4, 1)
+    out = slide(model, images, 6, 3)
+    assert seen == [(0, 6), (3, 6), (4, 6)]
+    assert out[0, 0, 0].tolist() == [1, 1, 1, 1.5, 2, 2, 2.5, 2.5, 2.5, 3]
+
+
+def test_scales_and_mirror() -> None:
+    """A model that answers 'left' on its left half: mirrored and averaged, all is even."""
+
+    def left(images: Tensor) -> Tensor:
+        logits = torch.zeros(1, 2, *images.shape[-2:])
+        logits[:, 0, :, : images.shape[-1] // 2] = 50
+        logits[:, 1, :, images.shape[-1] // 2 :] = 50
+        return logits
+
+    images = torch.randn(1, 3, 8, 12)
+    torch.testing.assert_close(segment(left, images, flip=True), torch.full((1, 2, 8, 12), 0.5))
+    sizes: list[tuple[int, int]] = []
+
+    def noting(images: Tensor) -> Tensor:
+        sizes.append(tuple(images.shape[-2:]))
+        return colours(images)
+
+    out = segment(noting, images, scales=(0.5, 1.0, 1.75), flip=True, size=(20, 30))
+    assert sizes == [(4, 6), (4, 6), (8, 12), (8, 12), (14, 21), (14, 21)]
+    assert out.shape == (1, 4, 20, 30)
+    torch.testing.assert_close(out.sum(1), torch.ones(1, 20, 30))
+
+
+def test_average_is_of_probabilities() -> None:
+    answers = iter([torch.tensor([4.0, 0.0]), torch.tensor([0.0, 1.0])])
+
+    def model(images: Tensor) -> Tensor:
+        return next(answers).view(1, 2, 1, 1).expand(1, 2, *images.shape[-2:])
+
+    out = segment(model, torch.zeros(1, 3, 4, 4), scales=(1.0, 2.0))
+    expected = (torch.tensor([4.0, 0.0]).softmax(0) + torch.tensor([0.0, 1.0]).softmax(0)) / 2
+    torch.testing.assert_close(out[0, :, 2, 1], expected)
+
+
+@torch.no_grad()
+def test_a_segmenter() -> None:
+    """A window larger than the image is the whole image; tiny scales of a tiny image still work."""
+    model = create_segmenter("semantic_fpn", ATMNet(**TINY), 4, width=8).eval()
+    images = torch.randn(1, 3, 45, 70)
+    whole = segment(model, images)
+    assert whole.shape == (1, 4, 45, 70)
+    torch.testing.assert_close(segment(model, images, window=100), whole)
+    assert not torch.allclose(segment(model, images, window=32, stride=20), whole)
+    assert segment(model, images[..., :1, :], scales=(0.25, 1.0), flip=True).shape == (1, 4, 1, 70)
+
+
+def test_bad_arguments() -> None:
+    images = torch.zeros(1, 3, 8, 8)
+    with pytest.raises(ValueError, match="windows of 4x4 px at strides of 6x6 px leave gaps"):
+        slide(colours, images, 4, 6)
+    with pytest.raises(ValueError, match=r"scales must be one or more positive numbers, got \(\)"):
+        segment(colours, images, scales=())
+    with pytest.raises(ValueError, match=r"positive numbers, got \(0.5, -1\)"):
+        segment(colours, images, scales=(0.5, -1))
