@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode
@@ -39,7 +40,23 @@ def resize(scene: Scene, size: tuple[int, int], interpolation: str = "bilinear")
     """The scene at another height and width; masks and classes of pixels take the nearest."""
     if size == scene.size:
         return scene
-    return _moved(scene, partial(F.resize, size=list(size), interpolation=InterpolationMode(interpolation)))
+    move = partial(F.resize, size=list(size), interpolation=InterpolationMode(interpolation))
+    moved = _moved(replace(scene, masks=None, segmentation=None), move)
+    return replace(moved, masks=_nearest(scene.masks, size), segmentation=_nearest(scene.segmentation, size))
+
+
+def _nearest(classes: Tensor | None, size: tuple[int, int]) -> Tensor | None:
+    """Masks (..., H, W) at another size: of each new pixel's centre, so that they stay with boxes and image.
+
+    torchvision takes the upper left corner instead, which moves masks by up to half a pixel, and thrice the time.
+    """
+    if classes is None:
+        return None
+    rows, columns = (
+        ((np.arange(new) + 0.5) * (old / new)).astype(np.int64)
+        for new, old in zip(size, classes.shape[-2:], strict=True)
+    )
+    return torch.from_numpy(classes.numpy().take(columns, -1).take(rows, -2))
 
 
 def flip(scene: Scene) -> Scene:
@@ -105,23 +122,22 @@ def distort(image: Tensor, draw: np.random.Generator) -> Tensor:
     """
     shift = draw.uniform(-32, 32) * draw.integers(2)
     contrast, saturation = (draw.uniform(0.5, 1.5) ** draw.integers(2) for _ in range(2))
-    hue = draw.uniform(-0.1, 0.1) * draw.integers(2)
+    turn = draw.uniform(-0.1, 0.1) * draw.integers(2)
     late = bool(draw.integers(2))
-    pixels = image.float()
-    if shift:
-        pixels = pixels.add_(shift).clamp_(0, 255)
-    if contrast != 1 and not late:
-        pixels = pixels.mul_(contrast).clamp_(0, 255)
-    if saturation != 1:
-        high, low = pixels.amax(0), pixels.amin(0)
-        # a colour moves away from, or towards, the grey of its brightest channel, and stops where its darkest is black
-        factor = torch.minimum(high / (high - low).clamp_(min=1e-3), high.new_tensor(saturation))
-        pixels = high - (high - pixels).mul_(factor)
-    if hue:
-        pixels = F.adjust_hue(pixels.div_(255), hue).mul_(255)
-    if contrast != 1 and late:
-        pixels = pixels.mul_(contrast)
-    return pixels.round_().clamp_(0, 255).byte()
+    values = np.arange(256.0)
+    first = (values + shift).clip(0, 255) * (1 if late else contrast)
+    # of 8 bits each, all of it is looked up in tables, which takes a fifth of the time of floating-point formulas
+    picture = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()).point(_table(first, first, first))
+    if saturation != 1 or turn:
+        hue = np.mod(values + 256 * turn, 256).round() % 256
+        picture = picture.convert("HSV").point(_table(hue, values * saturation, values)).convert("RGB")
+    if late and contrast != 1:
+        picture = picture.point(_table(*[values * contrast] * 3))
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+
+
+def _table(*channels: np.ndarray) -> list[int]:
+    return np.concatenate(channels).round().clip(0, 255).astype(int).tolist()
 
 
 def train_segment(scene: Scene, recipe: "Recipe", draw: np.random.Generator) -> Scene:
