@@ -138,7 +138,7 @@ def make_backbone(
             f"{type(body).__name__} has no forward_intermediates; pass its name and no checkpoint to use features_only"
         )
     state = None if checkpoint is None else _read(checkpoint)
-    saved = {} if state is None else _split_levels(state)
+    saved = {} if state is None else split_levels(state)
     fresh = [] if state is None else load_checkpoint(body, state, strict=False).fresh
 
     reductions = [part["reduction"] for part in info]
@@ -186,7 +186,7 @@ def _read(checkpoint: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:
     return {name.removeprefix("body."): value for name, value in state.items()}
 
 
-def _split_levels(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def split_levels(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Take out of a state dict what belongs to `Backbone.levels`, under our names or the papers'."""
     levels = {n.removeprefix("levels."): state.pop(n) for n in list(state) if n.startswith("levels.")}
     norms = {name: found for name in state if (found := LEVEL_NORM.fullmatch(name))}

@@ -38,6 +38,8 @@ class Classifier(nn.Sequential):
     """Dropout of whole maps and a 1x1 convolution to logits."""
 
     def __init__(self, channels: int, num_classes: int, drop: float = 0.1) -> None:
+        if num_classes < 1:
+            raise ValueError(f"a segmenter needs at least one class, got num_classes={num_classes}")
         conv = nn.Conv2d(channels, num_classes, 1)
         nn.init.normal_(conv.weight, std=0.01)
         nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
@@ -82,8 +84,6 @@ class Segmenter(nn.Module):
         aux_weight: float = AUX_WEIGHT,
     ) -> None:
         super().__init__()
-        if num_classes < 1:
-            raise ValueError(f"a segmenter needs at least one class, got num_classes={num_classes}")
         self.backbone, self.num_classes = backbone, num_classes
         self.neck = nn.Identity() if neck is None else neck
         self.head, self.auxiliary = head, auxiliary

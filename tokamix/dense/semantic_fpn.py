@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from tokamix.dense.backbone import Backbone
 from tokamix.dense.fpn import FPN
+from tokamix.dense.mmseg import checkpoint_filter_fn  # noqa: F401  (load_checkpoint looks for it here)
 from tokamix.dense.segmenter import Classifier, ConvNorm, Segmenter, doublings, resize
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokamix.dense.backbone import Backbone
+from tokamix.dense.mmseg import checkpoint_filter_fn  # noqa: F401  (load_checkpoint looks for it here)
 from tokamix.dense.segmenter import AuxiliaryHead, Classifier, ConvNorm, Segmenter, resize
 
 POOLS = (1, 2, 3, 6)
