@@ -1,10 +1,15 @@
 """Parameters and FLOPs of the segmenters against the paper's tables 2 and 3."""
 
+import functools
+from pathlib import Path
+
 import pytest
 import torch
 
+from tests.dense.test_necks import TABLE_7, giga
+from tests.dense.test_sizes_detect import macs as detector_macs
 from tokamix import count_macs
-from tokamix.dense import create_segmenter
+from tokamix.dense import FPN, AtmFPN, create_segmenter
 
 # Semantic FPN: parameters re-derived from the framework's layers (19.1, 30.9 ... in the table), G at 512x512
 SEMANTIC_FPN = {
@@ -24,6 +29,7 @@ UPERNET = {
 }
 
 
+@functools.cache
 def size(method: str, name: str, image: tuple[int, int]) -> tuple[float, float]:
     with torch.device("meta"):
         model = create_segmenter(method, name, 150)
@@ -54,3 +60,49 @@ def test_upernet_of_swin() -> None:
     parameters, giga = size("upernet", "swin_tiny_patch4_window7_224", (512, 2048))
     assert round(parameters / 1e6) == 60
     assert giga == pytest.approx(945, rel=0.003)
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the table under a heading of docs/dense.md."""
+    page = (Path(__file__).parents[2] / "docs" / "dense.md").read_text()
+    section = page.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_page_on_segmenters() -> None:
+    table = {row[0]: row[1:] for row in rows("Segmenters")}
+    assert table.keys() == SEMANTIC_FPN.keys()
+    for name, cells in table.items():
+        parameters, giga = size("semantic_fpn", name, (512, 512))
+        assert cells[:4:2] == [f"{parameters / 1e6:.2f}", f"{giga:.1f}"]
+        parameters, giga = size("upernet", name, (512, 2048))
+        assert cells[4::2] == [f"{parameters / 1e6:.2f}", f"{giga:.1f}"]
+
+
+def test_page_on_atm_fpn() -> None:
+    """Each number of ours in the comparison; all are within 1.6 % of the paper's, but for the one named there."""
+    table = {row[0]: [float(cell) for cell in row[1:]] for row in rows("ATMFPN")}
+    labels = ("ResNet-50", "Swin-T", "ATMNet-T", "ATMNet-L")
+    for label, (name, (channels, *_)) in zip(labels, TABLE_7.items(), strict=True):
+        fpn = detector_macs("mask_rcnn", name)
+        necks = [giga(kind, channels, (800, 1280), outs=5, extra="pool") for kind in (FPN, AtmFPN)]
+        ours = [*(semantic_fpn_giga(name, neck) for neck in ("fpn", "atm_fpn")), fpn, fpn + necks[1] - necks[0]]
+        assert table[label][::2] == [round(total, 1) for total in ours]
+        for i, (mine, printed) in enumerate(zip(ours, table[label][1::2], strict=True)):
+            assert mine == pytest.approx(printed, rel=0.016) or (label, i) == ("ResNet-50", 1)
+
+
+def semantic_fpn_giga(name: str, neck: str) -> float:
+    """MMSegmentation's ResNet has a stem of three 3x3 convolutions, MMDetection's one of 7x7."""
+    stem = {"stem_type": "deep", "stem_width": 32} if name == "resnet50" else {}
+    with torch.device("meta"):
+        return count_macs(create_segmenter("semantic_fpn", name, 150, neck=neck, **stem), 512) / 1e9
+
+
+def test_page_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "dense.md").read_text()
+    scope: dict[str, object] = {}
+    exec(page.partition("```python\n")[2].partition("```")[0], scope)
+    assert scope["classes"].shape == (2, 100, 150)
+    assert scope["losses"].keys() == {"loss_seg"}
