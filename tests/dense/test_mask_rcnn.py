@@ -1,0 +1,312 @@
+"""Mask R-CNN against torchvision's, and by hand where it differs on purpose."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import Tensor, nn
+from torchvision.models.detection.roi_heads import paste_masks_in_image, project_masks_on_boxes
+from torchvision.ops import MultiScaleRoIAlign
+
+from tests.dense.detectors import CLASSES, Levels, small, target
+from tokamix.dense import MaskRCNN, mask_rcnn
+from tokamix.dense._detector import Coder, LevelAlign, collect, paste_masks
+from tokamix.dense.mask_rcnn import Sample, Stage, l1_box_loss, mask_targets
+
+SIZE = (96, 128)
+ALL = 10**6  # samples: whatever there is
+SCENE = target([[5, 6, 50, 70], [60, 20, 120, 90]], [1, 4], SIZE)
+
+
+class Pool(MultiScaleRoIAlign):
+    """Our RoIAlign where torchvision wants its own."""
+
+    def __init__(self, pool: LevelAlign) -> None:
+        super().__init__(list("0123"), pool.side, 0)
+        self.pool = pool
+
+    def forward(self, features: dict[str, Tensor], boxes: list[Tensor], sizes: list[tuple[int, int]]) -> Tensor:
+        return self.pool(list(features.values())[:4], boxes)
+
+
+class Predict(nn.Module):
+    """A stage's last layers in torchvision's order: background first, and with a box."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.classify, self.regress = stage.classify, stage.regress
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.classify(x).roll(1, 1), F.pad(self.regress(x), (4, 0))
+
+
+class Draw(nn.Module):
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.predict = stage.mask_predictor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(self.predict(x), (0, 0, 0, 0, 1, 0))
+
+
+@pytest.fixture(scope="module")
+def ours() -> MaskRCNN:
+    detector = small("mask_rcnn", spread=0.3)
+    assert isinstance(detector, MaskRCNN)
+    return detector
+
+
+@pytest.fixture(scope="module")
+def theirs(ours: MaskRCNN) -> nn.Module:
+    """torchvision's Mask R-CNN with the same layers, anchors and RoIAlign, and every region as a sample."""
+    stage = ours.stages[0]
+    return torchvision.models.detection.MaskRCNN(
+        Levels(ours),
+        rpn_anchor_generator=ours.rpn.anchor_generator,
+        rpn_head=ours.rpn.head,
+        rpn_pre_nms_top_n_test=1000,
+        rpn_post_nms_top_n_train=1000,
+        rpn_batch_size_per_image=ALL,
+        box_roi_pool=Pool(stage.box_pool),
+        box_head=stage.head,
+        box_predictor=Predict(stage),
+        box_batch_size_per_image=ALL,
+        box_positive_fraction=0.5,
+        mask_roi_pool=Pool(stage.mask_pool),
+        mask_head=stage.mask_head,
+        mask_predictor=Draw(stage),
+        min_size=SIZE[0],
+        max_size=SIZE[1],
+        image_mean=[0.0] * 3,
+        image_std=[1.0] * 3,
+    ).eval()
+
+
+@pytest.fixture
+def alike(ours: MaskRCNN, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our detector with torchvision's choices where it has others."""
+    stage = ours.stages[0]
+    monkeypatch.setattr(ours.rpn, "beta", 1 / 9)
+    monkeypatch.setattr(ours.rpn.proposal_matcher, "least", 0.0)
+    monkeypatch.setattr(ours.rpn.fg_bg_sampler, "batch_size_per_image", ALL)
+    monkeypatch.setattr(stage.sampler, "batch_size_per_image", ALL)
+    monkeypatch.setattr(stage.sampler, "positive_fraction", 0.5)
+    monkeypatch.setattr(stage.matcher, "allow_low_quality_matches", False)
+    monkeypatch.setattr(mask_rcnn, "mask_targets", lambda masks, i, boxes: project_masks_on_boxes(masks, boxes, i, 28))
+
+    def smooth(codes: Tensor, boxes: Tensor, truths: Tensor, coder: Coder) -> Tensor:
+        return F.smooth_l1_loss(codes, coder.encode_single(truths, boxes), beta=1 / 9, reduction="sum")
+
+    monkeypatch.setattr(stage, "box_loss", smooth)
+
+
+def for_torchvision(scene: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**scene, "labels": scene["labels"] + 1, "masks": scene["masks"].to(torch.uint8)}
+
+
+def set_training(model: nn.Module, flag: bool) -> None:
+    """torchvision's switch between losses and detections, without batch statistics."""
+    for part in (model, model.transform, model.rpn, model.roi_heads):
+        part.training = flag
+
+
+NAMES = {
+    "rpn_class": "loss_objectness",
+    "rpn_box": "loss_rpn_box_reg",
+    "class": "loss_classifier",
+    "box": "loss_box_reg",
+    "mask": "loss_mask",
+}
+
+
+@pytest.mark.usefixtures("alike")
+@pytest.mark.parametrize("scenes", [[SCENE], [SCENE, target([[20, 20, 100, 80]], [0], SIZE), target([], [], SIZE)]])
+def test_losses_are_torchvisions(ours: MaskRCNN, theirs: nn.Module, scenes: list) -> None:
+    set_training(theirs, True)
+    images = [torch.randn(3, *SIZE) for _ in scenes]
+    expected, losses = theirs(images, [for_torchvision(scene) for scene in scenes]), ours(images, scenes)
+    assert set(losses) == set(NAMES)
+    for name, loss in losses.items():
+        assert loss.item() > 0
+        torch.testing.assert_close(loss, expected[NAMES[name]], rtol=1e-5, atol=1e-6)
+    parts = list(ours.parameters())
+    grads = [torch.autograd.grad(sum(one.values()), parts, allow_unused=True) for one in (losses, expected)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_detections_are_torchvisions(ours: MaskRCNN, theirs: nn.Module) -> None:
+    """Boxes, classes, scores, and the masks as they are drawn."""
+    set_training(theirs, False)
+    images = [torch.randn(3, *SIZE) for _ in range(2)]
+    batch = collect(images, 32)
+    features = ours.neck(ours.backbone(batch.tensors))
+    named = {str(i): x for i, x in enumerate(features)}
+    regions, _ = theirs.rpn(batch, named)
+    for a, b in zip(ours.rpn(batch, features)[0], regions, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+    expected, _ = theirs.roi_heads(named, regions, batch.image_sizes)
+    for a, b in zip(ours.detect(features, batch), expected, strict=True):
+        assert len(a["boxes"]) == 100
+        torch.testing.assert_close(a["boxes"], b["boxes"], rtol=1e-5, atol=1e-3)
+        torch.testing.assert_close(a["labels"], b["labels"] - 1)
+        torch.testing.assert_close(a["scores"], b["scores"], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(a["masks"], b["masks"][:, 0], rtol=1e-5, atol=1e-4)
+
+
+def test_roi_align_by_hand() -> None:
+    """On a map that holds its own coordinates, a region's cells hold the coordinates of their centres."""
+    strides = (4, 8, 16, 32)
+    maps = []
+    for stride in strides:
+        y, x = torch.meshgrid(*[(torch.arange(1024 // stride) + 0.5) * stride] * 2, indexing="ij")
+        maps.append(torch.stack([x, y]).expand(2, 2, -1, -1) + 10_000 * stride)  # and the level it belongs to
+    sides = [20.0, 111, 112, 223, 224, 447.5, 448, 900]
+    boxes = [torch.tensor([[50.0, 60, 50 + s, 60 + s] for s in part]) for part in (sides[::2], sides[1::2])]
+    pooled = LevelAlign(7, strides)(maps, boxes)
+    expected = [4, 8, 16, 32, 4, 8, 16, 32]  # of the sides above, those of the first image first
+    for cells, side, stride in zip(pooled, sides[::2] + sides[1::2], expected, strict=True):
+        centres = (torch.arange(7) + 0.5) * side / 7
+        torch.testing.assert_close(cells[0, 3] - 10_000 * stride, 50 + centres, rtol=0, atol=0.05)
+        torch.testing.assert_close(cells[1, :, 3] - 10_000 * stride, 60 + centres, rtol=0, atol=0.05)
+    assert LevelAlign(7, strides)(maps, [boxes[0][:0], boxes[1][:0]]).shape == (0, 2, 7, 7)
+
+
+def test_regions_of_half_precision_maps(ours: MaskRCNN) -> None:
+    """Maps of 16 bits become 32 bits before RoIAlign, which would place regions 2 px apart at 3000 px."""
+    x = torch.arange(1000, dtype=torch.float32).expand(1, 32, 8, -1).contiguous() / 500
+    for dtype in (torch.float16, torch.bfloat16):
+        maps = ours._maps([x.to(dtype), *(x[..., ::s].to(dtype) for s in (2, 4, 8)), x])
+        assert [m.dtype for m in maps] == [torch.float32] * 4
+        box = torch.tensor([[3000.5, 4, 3028.5, 28]])
+        pooled = ours.stages[0].box_pool(maps, [box])
+        torch.testing.assert_close(
+            pooled, ours.stages[0].box_pool([x, x, x, x], [box]), rtol=2 * torch.finfo(dtype).eps, atol=0
+        )
+
+
+def test_mask_targets_by_hand() -> None:
+    """Zero or one, and exactly half of a box whose left half is the mask; torchvision's are grey at the edge."""
+    masks = torch.zeros(2, 40, 60, dtype=torch.bool)
+    masks[1, 10:30, 10:24] = True
+    boxes = torch.tensor([[10.0, 10, 38, 30], [10, 10, 24, 30], [0, 0, 5, 5]])
+    got = mask_targets(masks, torch.tensor([1, 1, 1]), boxes)
+    half = torch.zeros(28, 28)
+    half[:, :14] = 1
+    torch.testing.assert_close(got, torch.stack([half, torch.ones(28, 28), torch.zeros(28, 28)]))
+    assert mask_targets(masks, torch.tensor([0]), boxes[:1]).sum() == 0
+    odd = mask_targets(masks, torch.tensor([1]), torch.tensor([[9.3, 9.7, 37.9, 31.2]]))
+    assert set(odd.unique().tolist()) == {0.0, 1.0}
+    grey = project_masks_on_boxes(masks, boxes[:1], torch.tensor([1]), 28)
+    assert ((grey > 0) & (grey < 1)).any()
+    assert mask_targets(masks[:0], torch.tensor([], dtype=torch.int64), boxes[:0]).shape == (0, 28, 28)
+
+
+def test_stage_losses_by_hand(ours: MaskRCNN) -> None:
+    """Two regions, one of them of class 1: cross-entropy over both, L1 of the codes of class 1 by both."""
+    stage = ours.stages[0]
+    boxes, truth = torch.tensor([[10.0, 10, 30, 50], [60, 60, 80, 80]]), torch.tensor([[12.0, 6, 32, 46]])
+    sample = Sample([boxes], [torch.tensor([0, -1])], [torch.tensor([False, False])], torch.tensor([1, CLASSES]), truth)
+    logits = torch.zeros(2, CLASSES + 1)
+    logits[0, 1] = 2.0
+    codes = torch.full((2, CLASSES, 4), 100.0)  # other classes' codes do not count
+    codes[0, 1] = torch.tensor([0.5, 0.0, 0.25, 0.0])
+    maps = [torch.randn(1, 32, 96 // s, 128 // s) for s in (4, 8, 16, 32)]
+    scene = {"boxes": truth, "labels": torch.tensor([1]), "masks": torch.ones(1, *SIZE, dtype=torch.bool)}
+    losses = stage.losses(maps, sample, logits, codes, [scene])
+    share = math.exp(2) / (math.exp(2) + CLASSES)
+    assert losses["class"].item() == pytest.approx((-math.log(share) + math.log(CLASSES + 1)) / 2, rel=1e-5)
+    # the true code is a shift of (2 / 20, -4 / 40) in tenths: (1, -1, 0, 0)
+    assert losses["box"].item() == pytest.approx((0.5 + 1 + 0.25) / 2, rel=1e-5)
+    drawn = stage.masks(maps, [boxes[:1]], torch.tensor([1]))
+    assert losses["mask"].item() == pytest.approx(F.softplus(-drawn).mean().item(), rel=1e-5)
+    assert l1_box_loss(codes[:0, 1], boxes[:0], truth[:0], stage.coder) == 0
+
+
+def test_samples(ours: MaskRCNN) -> None:
+    """512 regions, at most a quarter positive, truths among them; assigned before the truths are added."""
+    torch.manual_seed(0)
+    truth = torch.tensor([[10.0, 10, 60, 60]])
+    near = truth + torch.rand(300, 4) * 4
+    far = torch.tensor([70.0, 70, 90, 90]) + torch.rand(900, 4) * 4
+    scene = {"boxes": truth, "labels": torch.tensor([3])}
+    sample = ours.stages[0].sample([torch.cat([near, far])], [scene])
+    assert len(sample.labels) == len(sample.boxes[0]) == 512
+    assert (sample.labels == 3).sum() == 128
+    assert sample.given[0].sum() <= 1
+    assert (sample.labels == CLASSES).sum() == 384
+    torch.testing.assert_close(sample.truths, truth.expand(128, 4))
+    few = ours.stages[0].sample([far[:5]], [scene])
+    assert few.given[0].tolist() == [True] + [False] * 5
+    assert few.labels.tolist() == [3] + [CLASSES] * 5
+    torch.testing.assert_close(few.boxes[0][0], truth[0])
+
+
+def test_proposal_loss_by_hand(ours: MaskRCNN) -> None:
+    """L1 of positives and cross-entropy of all samples, both divided by the number of samples of the batch."""
+    anchors = torch.tensor([[0.0, 0, 10, 10], [40, 0, 50, 10], [80, 0, 90, 10]])
+    matched = torch.tensor([[0, -1, -2], [-1, -1, -1]])  # one is neither
+    logits, codes = torch.full((2, 3), 0.5), torch.zeros(2, 3, 4)
+    losses = ours.rpn._losses(logits, codes, anchors, matched, [torch.tensor([[1.0, 0, 11, 10]]), torch.zeros(0, 4)])
+    hit, miss = math.log1p(math.exp(-0.5)), math.log1p(math.exp(0.5))
+    assert losses["rpn_class"].item() == pytest.approx((hit + 4 * miss) / 5, rel=1e-5)
+    assert losses["rpn_box"].item() == pytest.approx(0.1 / 5, rel=1e-5)
+
+
+def test_an_image_without_proposals_gets_itself(ours: MaskRCNN) -> None:
+    broken = torch.full((1, 3, 4), math.nan)
+    got = ours.rpn._propose([broken[..., :1]], [broken], torch.zeros(3, 4), [(7, 9)], "testing")
+    assert got[0].tolist() == [[0, 0, 9, 7]]
+
+
+@pytest.mark.parametrize("box", [[10.0, 12, 38, 40], [3.3, 4.7, 21.2, 39.5], [-5, -3, 20, 70], [30, 30, 31, 31]])
+def test_masks_are_pasted_as_grid_sample_does(box: list[float]) -> None:
+    torch.manual_seed(0)
+    masks, size = torch.rand(3, 28, 28), (50, 64)
+    boxes = torch.tensor([box, [0, 0, 64, 50], [5, 5, 60, 45]])
+    y, x = torch.meshgrid(torch.arange(50) + 0.5, torch.arange(64) + 0.5, indexing="ij")
+    grids = [torch.stack([(x - b[0]) / (b[2] - b[0]), (y - b[1]) / (b[3] - b[1])], -1) * 2 - 1 for b in boxes]
+    expected = F.grid_sample(masks[:, None], torch.stack(grids), align_corners=False)[:, 0]
+    got = paste_masks(masks, boxes, size)
+    assert got.dtype == torch.bool
+    clear = (expected - 0.5).abs() > 1e-4
+    torch.testing.assert_close(got[clear], (expected >= 0.5)[clear])
+
+
+def test_pasted_masks_are_near_torchvisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disc in a box of whole pixels: torchvision pastes it within a pixel of the same place."""
+    y, x = torch.meshgrid(*[torch.arange(28) - 13.5] * 2, indexing="ij")
+    disc = ((x**2 + y**2).sqrt() < 12).float()
+    boxes = torch.tensor([[10.0, 12, 66, 68]])
+    got, theirs = paste_masks(disc[None], boxes, (80, 90)), paste_masks_in_image(disc[None, None], boxes, (80, 90))
+    assert (got ^ (theirs[:, 0] >= 0.5)).sum() < 0.06 * got.sum()
+    many = paste_masks(disc.expand(5, -1, -1), boxes.expand(5, -1), (80, 90))
+    monkeypatch.setattr("tokamix.dense._detector.PASTED", 2 * 80 * 90)  # two at a time
+    torch.testing.assert_close(paste_masks(disc.expand(5, -1, -1), boxes.expand(5, -1), (80, 90)), many)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(paste_masks(disc[None], boxes, (80, 90)), got)
+    assert paste_masks(disc[None][:0], boxes[:0], (80, 90)).shape == (0, 80, 90)
+
+
+@torch.no_grad()
+def test_results_at_another_size(ours: MaskRCNN) -> None:
+    """Boxes scale with the image; masks are drawn anew, not resized."""
+    image = torch.randn(1, 3, *SIZE)
+    small_one, large = ours(image)[0], ours(image, sizes=[(192, 384)])[0]
+    torch.testing.assert_close(large["boxes"], small_one["boxes"] * torch.tensor([3.0, 2, 3, 2]))
+    assert large["masks"].shape == (len(large["boxes"]), 192, 384)
+    drawn = ours.detect(ours.neck(ours.backbone(image)), collect(image, 32))[0]
+    torch.testing.assert_close(large["masks"], paste_masks(drawn["masks"], large["boxes"], (192, 384)))
+
+
+def test_initialisation() -> None:
+    fresh = small("mask_rcnn").stages[0]
+    assert fresh.classify.weight.std().item() == pytest.approx(0.01, rel=0.1)
+    assert fresh.regress.weight.std().item() == pytest.approx(0.001, rel=0.1)
+    bound = math.sqrt(6 / (1024 + 1024))
+    assert fresh.head.fc7.weight.abs().max().item() == pytest.approx(bound, rel=0.01)
+    assert all(not p.any() for n, p in fresh.named_parameters() if n.endswith("bias"))
+    assert MaskRCNN.kept == 1000
