@@ -18,7 +18,7 @@ PACKAGE = Path(tokamix.__file__).parent
 # floors from the ground up; a module may import its own floor and those below it
 FLOORS = [
     *("ops", "layers", "mixers", "swap", "models", "count", "registry", "checkpoint", "dense", "bench"),
-    *("recipes", "data", "evaluate", "train", "explain", "demo", "cli"),
+    *("recipes", "data", "evaluate", "predict", "train", "explain", "demo", "cli"),
 ]
 
 

@@ -5,10 +5,10 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -23,6 +23,7 @@ app = typer.Typer(
     add_completion=False,
 )
 console = Console()
+METRICS = {"top1": "top-1", "miou": "mIoU", "box_ap": "box AP", "mask_ap": "mask AP"}
 
 
 @app.command()
@@ -157,11 +158,22 @@ def bench(
 
 @app.command()
 def train(
-    data: Annotated[str, typer.Option(help="a folder, .npz files, digits, shapes, CIFAR100, hf:user/name, wds:...tar")],
+    data: Annotated[
+        str,
+        typer.Option(
+            help="a folder, .npz files, digits, shapes, CIFAR100, hf:user/name, wds:...tar; to segment or detect: shapes,"
+            " or a folder with masks or COCO's annotations"
+        ),
+    ],
     model: Annotated[
         str | None, typer.Option(help="a model of `tokamix models` or timm; default: the recipe's")
     ] = None,
-    recipe: Annotated[str, typer.Option(help="a name of `tokamix recipes`, or a YAML file")] = "small",
+    recipe: Annotated[
+        str | None, typer.Option(help="a name of `tokamix recipes`, or a YAML file; default: small for the task")
+    ] = None,
+    task: Annotated[
+        Literal["classify", "segment", "detect"] | None, typer.Option(help="what is learned; default: the recipe's")
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value replaces a value of the recipe")] = None,
     output: Annotated[Path, typer.Option(help="the run's folder")] = Path("runs/last"),
     checkpoint: Annotated[
@@ -195,6 +207,7 @@ def train(
             data,
             recipe,
             output,
+            task=task,
             overrides=set_ or (),
             checkpoint=checkpoint,
             pretrained=pretrained,
@@ -213,9 +226,8 @@ def train(
         if dist.is_initialized():
             dist.destroy_process_group()
         if not quiet and os.environ.get("RANK", "0") == "0":
-            console.print(
-                f"best top-1 {result.top1:.2f} % in epoch {result.best['epoch'] + 1}; everything is in {output}"
-            )
+            words = f"best {METRICS[result.metric]} {result.score:.2f} % in epoch {result.best['epoch'] + 1}"
+            console.print(f"{words}; everything is in {output}")
 
 
 @app.command(name="eval")
@@ -224,21 +236,30 @@ def eval_(
     data: Annotated[str, typer.Option(help="the data, as for `tokamix train`; its validation part is used")],
     model: Annotated[str | None, typer.Option(help="the model's name, for a checkpoint file")] = None,
     image_size: Annotated[int | None, typer.Option(help="side in pixels; default: the model's own")] = None,
-    batch_size: Annotated[int, typer.Option(help="images of one forward pass")] = 128,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="for segmenters: test_scales=[0.75,1], test_flip=true, window=512")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help="images of one forward pass; default: 128, or 1")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one")] = None,
     workers: Annotated[int, typer.Option(help="processes that decode images")] = min(8, os.cpu_count() or 1),
     corrupt: Annotated[Literal["raise", "skip"], typer.Option(help="what to do with undecodable pictures")] = "raise",
 ) -> None:
     """Measure the accuracy of a run, a checkpoint or a pretrained model."""
     with _plain_errors():
+        from tokamix.dense.saved import read_config
         from tokamix.evaluate import evaluate
 
+        if read_config(source):
+            _eval_dense(source, data, set_ or (), batch_size or 1, device, workers, corrupt)
+            return
+        if set_:
+            raise ValueError(f"--set is for segmenters and detectors, which {source} does not hold")
         found = evaluate(
             source,
             data,
             model=model,
             image_size=image_size,
-            batch_size=batch_size,
+            batch_size=batch_size or 128,
             device=device,
             workers=workers,
             corrupt=corrupt,
@@ -246,24 +267,76 @@ def eval_(
         console.print(f"top-1 {found['top1']:.2f} %  top-5 {found['top5']:.2f} %  loss {found['loss']:.4f}")
 
 
+def _eval_dense(
+    source: str,
+    data: str,
+    settings: Sequence[str],
+    batch_size: int,
+    device: str | None,
+    workers: int,
+    corrupt: Literal["raise", "skip"],
+) -> None:
+    """Print a segmenter's or detector's numbers: one line, then the classes or sizes."""
+    from tokamix.evaluate.dense import evaluate_dense
+
+    reading: dict[str, Any] = {"batch_size": batch_size, "device": device, "workers": workers, "corrupt": corrupt}
+    found = evaluate_dense(source, data, overrides=settings, **reading)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right")
+    for key, value in found.items():
+        kind, _, name = key.partition("/")
+        table.add_row(f"IoU of {name}" if kind == "iou" else METRICS.get(key, key.replace("_", " ")), f"{value:.2f} %")
+    console.print(table)
+
+
 @app.command()
-def recipes(name: Annotated[str, typer.Argument(help="show all values of this one")] = "") -> None:
+def predict(
+    images: Annotated[list[str], typer.Argument(help="pictures, or folders of them")],
+    run: Annotated[str, typer.Option(help="the folder of a run of `tokamix train --task segment` or `detect`")],
+    output: Annotated[Path, typer.Option(help="folder for the results")] = Path("predictions"),
+    score: Annotated[float, typer.Option(min=0, max=1, help="leave detections below it out")] = 0.3,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one")] = None,
+) -> None:
+    """Segment pictures, or find things in them: overlays, classes of pixels, and detections in COCO's form."""
+    with _plain_errors():
+        from tokamix.predict import predict as run_predict
+
+        def say(text: str) -> None:
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+        problems = run_predict(run, images, output, device=device, score=score, say=say)
+        errors = Console(stderr=True)
+        for problem in problems:
+            errors.print(f"[bold red]error:[/] {escape(problem)}", highlight=False, soft_wrap=True)
+        console.print(f"everything is in {output}", highlight=False, soft_wrap=True)
+        if problems:
+            raise typer.Exit(1)
+
+
+@app.command()
+def recipes(
+    name: Annotated[str, typer.Argument(help="show all values of this one")] = "",
+    model: Annotated[str | None, typer.Option(help="the model whose row to show, of a recipe for several")] = None,
+) -> None:
     """List the recipes with what they were taken from, or show one as the file that would hold it."""
     with _plain_errors():
-        from tokamix.recipes import list_recipes, load_recipe
+        from tokamix.recipes import list_recipes, load_recipe, recipe_rows
+        from tokamix.recipes.tables import duration, printed
 
         if name:
-            print(load_recipe(name).to_yaml(), end="")
+            print(load_recipe(name, model=model).to_yaml(), end="")
             return
-        caption = "top-1 as the paper prints it; `tokamix recipes NAME` shows every value"
+        caption = "top-1, mIoU, box and mask AP as the paper prints them; `tokamix recipes NAME` shows every value"
         table = Table(box=None, header_style="bold", caption=caption, caption_justify="left")
-        table.add_column("recipe", no_wrap=True)
-        for title in ("px", "epochs", "top-1"):
+        for title in ("recipe", "model"):
+            table.add_column(title, no_wrap=True)
+        for title in ("px", "length", "printed"):
             table.add_column(title, justify="right", no_wrap=True)
         table.add_column("source")
-        for each in map(load_recipe, list_recipes()):
-            top1 = "" if each.top1 is None else f"{each.top1:.1f}"
-            table.add_row(each.name, str(each.image_size), str(each.epochs), top1, each.source)
+        for each in (row for known in list_recipes() for row in recipe_rows(known)):
+            pixels = str(each.image_size if each.task == "classify" else (each.scale or ("",))[-1])
+            table.add_row(each.name, each.model or "any", pixels, duration(each), printed(each), each.source)
         console.print(table)
 
 

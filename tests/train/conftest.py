@@ -8,4 +8,8 @@ import pytest
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than a tiny run; one test draws for real."""
-    monkeypatch.setattr("tokamix.train.run_folder.draw_curves", lambda rows, path: Path(path).write_bytes(b"drawn"))
+
+    def draw(rows: list, path: Path, shown: dict) -> None:
+        path.write_bytes(b"drawn")
+
+    monkeypatch.setattr("tokamix.train.run_folder.draw_curves", draw)

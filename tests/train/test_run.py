@@ -67,7 +67,7 @@ def test_tensorboard_reads_it(finished: Path) -> None:
 
 def test_curves(tmp_path: Path) -> None:
     row = {"train_loss": 2.0, "loss": 1.5, "top1": 40.0, "ema_top1": 41.0}
-    draw_curves([{**row, "epoch": i} for i in range(3)], tmp_path / "c.png")
+    draw_curves([{**row, "epoch": i} for i in range(3)], tmp_path / "c.png", {"top1": "top-1"})
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
 

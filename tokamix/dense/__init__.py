@@ -32,6 +32,7 @@ def create_segmenter(
     neck: str = "fpn",
     aux: bool = True,
     width: int | None = None,
+    neck_width: int = 256,
     **backbone_kwargs: Any,
 ) -> Segmenter:
     """A segmenter by name.
@@ -43,6 +44,7 @@ def create_segmenter(
         neck: "fpn" or "atm_fpn"; UperNet brings its own.
         aux: whether UperNet has its auxiliary head.
         width: channels of the head; None for the papers' (128 and 512).
+        neck_width: channels of Semantic FPN's neck.
         backbone_kwargs: for `make_backbone`.
     """
     if method not in SEGMENTERS:
@@ -52,7 +54,7 @@ def create_segmenter(
         if neck != "fpn":
             raise ValueError(f"UperNet has its own pyramid and takes no neck {neck!r}; semantic_fpn does")
         return UperNet(body, num_classes, width or 512, aux)
-    made = make_neck(neck, body, outs=len(body.channels))
+    made = make_neck(neck, body, width=neck_width, outs=len(body.channels))
     return SemanticFPN(body, num_classes, made, width or 128)
 
 

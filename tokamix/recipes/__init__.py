@@ -330,8 +330,7 @@ def load_recipe(
     """
     path = _find(str(name_or_path))
     values = {"name": path.stem} | _read(path, ())
-    if not isinstance(overrides, Mapping):
-        overrides = dict(_parse(text) for text in overrides)
+    overrides = load_overrides(overrides)
     _take_row(values, model or overrides.get("model"))
     if "epochs" in overrides and values.get("iterations") and overrides.get("iterations", 1) is not None:
         raise ValueError(
@@ -346,6 +345,11 @@ def load_recipe(
             value = {**mapping, yaml.load(inner, Loader): value}  # 260 is a number there, too
         values[key] = value
     return make_recipe(values)
+
+
+def load_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Values by their keys, out of strings such as "lr=1e-3"."""
+    return dict(overrides if isinstance(overrides, Mapping) else map(_parse, overrides))
 
 
 def recipe_rows(name: str) -> list[Recipe]:

@@ -6,15 +6,33 @@ from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from tokamix.recipes import Recipe, list_recipes, load_recipe
+from tokamix.recipes import Recipe, list_recipes, recipe_rows
 
-TITLES = ("recipe", "model", "data", "epochs", "top-1", "source")
+TITLES = ("recipe", "model", "data", "length", "printed", "source")
+LABELS = {"miou": "mIoU", "miou_ms": "mIoU, multi-scale", "box_ap": "box AP", "mask_ap": "mask AP"}
 
 
-def recipe_rows() -> list[tuple[str, str, str, str, str, str]]:
-    """One row of text for each recipe, under TITLES: those of a paper together, ours first."""
-    recipes = sorted(map(load_recipe, list_recipes()), key=lambda r: (r.source != "ours", r.source.partition(",")[0]))
-    return [(r.name, r.model or "any", r.data or "any", str(r.epochs), str(r.top1 or ""), r.source) for r in recipes]
+def rows(dense: bool) -> list[tuple[str, str, str, str, str, str]]:
+    """One row of text for each recipe and model, under TITLES: those of a paper together, ours first."""
+    recipes = [recipe for name in list_recipes() for recipe in recipe_rows(name)]
+    chosen = [recipe for recipe in recipes if (recipe.task != "classify") == dense]
+    chosen.sort(key=lambda r: (r.source != "ours", r.source.partition(",")[0]))
+    return [(r.name, r.model or "any", r.data or "any", duration(r), printed(r), r.source) for r in chosen]
+
+
+def duration(recipe: Recipe) -> str:
+    """How long it trains, in words."""
+    if recipe.iterations is None:
+        return f"{recipe.epochs} epochs"
+    count = recipe.iterations
+    return f"{count // 1000}k iterations" if count % 1000 == 0 else f"{count} iterations"
+
+
+def printed(recipe: Recipe) -> str:
+    """The numbers that the paper prints."""
+    if recipe.task == "classify":
+        return str(recipe.top1 or "")
+    return ", ".join(f"{value} {LABELS.get(key, key)}" for key, value in recipe.printed.items())
 
 
 def key_rows() -> list[tuple[str, str, str]]:
@@ -39,10 +57,13 @@ def markdown(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def fill(page: str) -> str:
     """The page with its tables as they are now; each stands between `<!-- name -->` and `<!-- end -->`."""
     tables = {
-        "recipes": markdown(TITLES, recipe_rows()),
+        "recipes": markdown((*TITLES[:4], "top-1", TITLES[5]), rows(dense=False)),
+        "dense recipes": markdown(TITLES, rows(dense=True)),
         "keys": markdown(("key", "default", "what it is"), key_rows()),
     }
     for name, table in tables.items():
+        if f"<!-- {name} -->" not in page:
+            raise ValueError(f"the page has no place <!-- {name} --> for a table")
         before, start, rest = page.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")
         page = f"{before}{start}\n{table}\n{end}{after}"

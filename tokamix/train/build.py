@@ -1,6 +1,7 @@
 """Models for a recipe and a data set: from scratch, or from weights made for other classes, channels or sizes."""
 
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,15 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 from tokamix.checkpoint import load_checkpoint
+from tokamix.data.scenes import SceneData
+from tokamix.dense.saved import create_dense, load_weights
 from tokamix.evaluate.accuracy import statistics
+from tokamix.evaluate.dense import inference_settings
 from tokamix.recipes import Recipe
 from tokamix.registry import create_model
 from tokamix.train.optim import DropPathSchedule
+
+_log = logging.getLogger("tokamix")
 
 
 def build_model(
@@ -37,18 +43,10 @@ def build_model(
         checkpoint: a file, a run's folder or `hf-hub:user/name` to start from.
         pretrained: start from timm's pretrained weights.
     """
-    told: dict[str, Any] = {}
-    if (config := Path(str(checkpoint)) / "config.json").is_file():  # a folder of ours or timm's says what it holds
-        told = json.loads(config.read_text())
-    name = name or told.get("architecture") or recipe.model
-    if name is None:
-        raise ValueError(
-            f"the recipe {recipe.name} names no model; give one with --model ; `tokamix models` lists them"
-        )
-    if recipe.finetune and not (checkpoint or pretrained):
-        raise ValueError(
-            f"the recipe {recipe.name} starts from trained weights; give them with --checkpoint, or --pretrained"
-        )
+    told = _told(checkpoint)
+    if "method" in told:
+        raise ValueError(f"{checkpoint} holds a {told['task']}er with {told['method']}, no classifier")
+    name = _name(name, told.get("architecture"), recipe, checkpoint, pretrained)
     arguments = told.get("model_args", {}) if name == told.get("architecture") else {}
     arguments = {**arguments, "in_chans": channels, "img_size": recipe.image_size, **recipe.model_kwargs}
     drops = {"drop_rate": recipe.drop_rate or None, "drop_path_rate": DropPathSchedule.build_rate(recipe)}
@@ -57,6 +55,88 @@ def build_model(
     if checkpoint is not None:
         load_checkpoint(model, checkpoint)
     return model, arguments
+
+
+def build_dense(
+    model: str | nn.Module | None,
+    recipe: Recipe,
+    data: SceneData,
+    checkpoint: str | Path | None = None,
+    pretrained: bool = False,
+) -> tuple[Any, dict[str, Any]]:
+    """A segmenter or detector, and what config.json says of it.
+
+    Weights are initialised from the recipe's seed. The checkpoint of a classifier brings the backbone's. That of a
+    segmenter or detector brings all that fit where the method is the same, otherwise the backbone's.
+
+    Args:
+        model: name of the backbone; default: the recipe's, or the one that the checkpoint's folder names.
+        recipe: gives method, neck, stochastic depth and further arguments.
+        data: gives the classes.
+        checkpoint: a file, a run's folder or `hf-hub:user/name` to start from.
+        pretrained: start from timm's pretrained weights of the backbone.
+    """
+    if isinstance(model, nn.Module):
+        raise ValueError(f"task {recipe.task} builds its model itself; give the name of a backbone")
+    told = _told(checkpoint)
+    same = told.get("method") == recipe.method
+    name = _name(model, told.get("architecture") or told.get("backbone"), recipe, checkpoint, pretrained)
+    known = told.get("model_args", told.get("backbone_args", {}))
+    own = known if name == told.get("architecture", told.get("backbone")) else {}
+    config: dict[str, Any] = {
+        "task": recipe.task,
+        "method": recipe.method,
+        "neck": recipe.neck,
+        "backbone": name,
+        "num_classes": len(data.classes),
+        "label_names": list(data.classes),
+        "category_ids": list(data.train.category_ids),
+        "method_args": dict(recipe.method_kwargs),
+        "backbone_args": {**own, **recipe.model_kwargs},
+        "inference": inference_settings(recipe),
+    }
+    torch.manual_seed(recipe.seed)
+    start = {"pretrained": pretrained, "checkpoint": None if same else checkpoint}
+    try:
+        network = create_dense(config, drop_path=DropPathSchedule.build_rate(recipe), **start)
+    except TypeError as error:
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown is None:
+            raise
+        raise ValueError(
+            f"neither {recipe.method} nor {name} takes an argument {unknown[1]!r}; change the recipe's method_kwargs,"
+            " model_kwargs or drop_path"
+        ) from error
+    if same and checkpoint is not None:
+        fresh = load_weights(network, checkpoint)
+        if lost := [parameter for parameter in fresh if parameter.startswith("backbone.")]:
+            raise ValueError(f"{checkpoint} does not fit {name}: it has nothing for {len(lost)} weights as {lost[0]}")
+        for parameter in fresh:
+            _log.warning("%s keeps its initial values: the checkpoint has none of that shape", parameter)
+    if hasattr(network, "has_masks") and network.has_masks and not data.train.has_masks:
+        raise ValueError(f"{recipe.method} learns masks, but {data.name} has boxes alone; use --set method=retinanet")
+    cfg = resolve_model_data_config(network.backbone.body)
+    return network, config | {"mean": list(cfg["mean"]), "std": list(cfg["std"])}
+
+
+def _told(checkpoint: str | Path | None) -> dict[str, Any]:
+    """What the folder of a checkpoint says that it holds; timm's and ours do."""
+    config = Path(str(checkpoint)) / "config.json"
+    return json.loads(config.read_text()) if config.is_file() else {}
+
+
+def _name(given: str | None, told: str | None, recipe: Recipe, checkpoint: str | Path | None, pretrained: bool) -> str:
+    """The model's name: the one that is given, else the checkpoint's, else the recipe's."""
+    name = given or told or recipe.model
+    if name is None:
+        raise ValueError(
+            f"the recipe {recipe.name} names no model; give one with --model ; `tokamix models` lists them"
+        )
+    if recipe.finetune and not (checkpoint or pretrained):
+        raise ValueError(
+            f"the recipe {recipe.name} starts from trained weights; give them with --checkpoint, or --pretrained"
+        )
+    return name
 
 
 def _create(name: str, pretrained: bool, num_classes: int, arguments: dict[str, Any], drops: dict[str, Any]) -> Any:

@@ -4,19 +4,35 @@ from typing import Any
 
 import yaml
 
-SHOWN = ("top1", "top5", "loss")
+PIPELINES = {"classify": "image-classification", "segment": "image-segmentation", "detect": "object-detection"}
+TIMM = """import timm, tokamix
+
+model = timm.create_model("local-dir:PATH/TO/THIS/FOLDER", pretrained=True).eval()
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))"""
+DENSE = """from tokamix.predict import load_predictor
+
+predictor = load_predictor("PATH/TO/THIS/FOLDER")
+prediction = predictor("photo.jpg")
+predictor.draw("photo.jpg", prediction).save("overlay.png")"""
 
 
 def model_card(
     name: str, config: dict[str, Any], recipe: dict[str, Any], data: str, best: dict[str, Any] | None
 ) -> str:
     """README.md of a run: what the model is, how well it does, how to use it, how it was made."""
-    architecture = config["architecture"]
-    head = {"library_name": "timm", "pipeline_tag": "image-classification", "tags": ["timm", "tokamix"]}
-    size = config["pretrained_cfg"]["input_size"][-1]
+    dense = "method" in config
+    library = "tokamix" if dense else "timm"
+    head = {"library_name": library, "pipeline_tag": PIPELINES[recipe["task"]], "tags": [library, "tokamix"][dense:]}
+    if dense:
+        what = f"`{config['method']}` with the backbone `{config['backbone']}`"
+        size = ""
+    else:
+        what = f"`{config['architecture']}`"
+        size = f", images of {config['pretrained_cfg']['input_size'][-1]} px"
     results = "No evaluation is finished yet."
     if best:
-        rows = "".join(f"| {key} | {best[key]:.3f} |\n" for key in SHOWN if key in best)
+        numbers = {key: value for key, value in best.items() if key not in ("epoch", "averaged")}
+        rows = "".join(f"| {key} | {value:.3f} |\n" for key, value in numbers.items())
         kind = " (moving average of the weights)" if best.get("averaged") else ""
         results = (
             f"Best validation results, of epoch {best['epoch'] + 1}{kind}:\n\n| metric | value |\n|---|---|\n{rows}"
@@ -27,7 +43,7 @@ def model_card(
 
 # {name}
 
-`{architecture}`, trained with tokamix on `{data}`: {config["num_classes"]} classes, images of {size} px.
+{what}, trained with tokamix on `{data}`: {config["num_classes"]} classes{size}.
 
 {results}
 ![loss and accuracy over the epochs](curves.png)
@@ -35,10 +51,7 @@ def model_card(
 ## Use
 
 ```python
-import timm, tokamix
-
-model = timm.create_model("local-dir:PATH/TO/THIS/FOLDER", pretrained=True).eval()
-transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+{DENSE if dense else TIMM}
 ```
 
 ## Training

@@ -1,27 +1,30 @@
 """A run's curves as a picture."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+KINDS = {"train_": "training", "": "validation", "ema_": "validation, averaged weights"}
 
-def draw_curves(epochs: list[dict[str, Any]], path: Path) -> None:
-    """Loss and accuracy over the epochs."""
+
+def draw_curves(epochs: list[dict[str, Any]], path: Path, shown: Mapping[str, str]) -> None:
+    """Loss and the numbers that people look at over the epochs; `shown` says what to call them."""
     from matplotlib.figure import Figure  # without pyplot: no global state, no window
 
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     panels = figure.subplots(1, 2)
     x = [row["epoch"] + 1 for row in epochs]
     named = {
-        "loss": {"train_loss": "training", "loss": "validation", "ema_loss": "validation, averaged weights"},
-        "top-1 accuracy (%)": {
-            "train_top1": "training",
-            "top1": "validation",
-            "ema_top1": "validation, averaged weights",
+        "loss": {prefix + "loss": kind for prefix, kind in KINDS.items()},
+        f"{' and '.join(shown.values())} (%)": {
+            prefix + key: kind + (f", {label}" if len(shown) > 1 else "")
+            for key, label in shown.items()
+            for prefix, kind in KINDS.items()
         },
     }
     for panel, (title, lines) in zip(panels, named.items(), strict=True):
         for key, label in lines.items():
-            if key in epochs[-1]:
+            if any(key in row for row in epochs):
                 marker = "." if len(x) < 30 else None
                 panel.plot(x, [row.get(key) for row in epochs], label=label, marker=marker, linewidth=1.6)
         panel.set_xlabel("epoch")

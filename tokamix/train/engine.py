@@ -30,6 +30,8 @@ from tokamix.train.state import Tensors, load_optimizer, load_weights, optimizer
 from tokamix.train.tasks import Moment, Task
 from tokamix.train.trackers import Trackers
 
+Batch = tuple[Any, Any]  # images and targets as the loader and the task understand them
+
 
 class NotFiniteError(FloatingPointError):
     """Loss, gradient or weights became NaN or infinite."""
@@ -98,7 +100,7 @@ class Engine:
         """Train to the end of the recipe; `present` is called with the best row where people may look."""
         self.display, self.trackers, self.present = display, trackers, present
         with Interrupts(active=self.accelerator.num_processes == 1) as self.interrupts, display:
-            while self.epoch < self.recipe.epochs:
+            while self.epoch < self.recipe.rounds:
                 self._train_epoch()
                 self._finish_epoch()
 
@@ -122,17 +124,17 @@ class Engine:
                 self.display.say(f"stopped after step {self.update}; the same command goes on from there")
                 raise KeyboardInterrupt
 
-    def _train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+    def _train_step(self, batches: Iterator[Batch]) -> None:
         parts = self.recipe.accumulate
         seed_step(self.recipe.seed, self.update, self.accelerator.process_index, self.device)
         self.schedule.step_update(self.update)
         logs: dict[str, Tensor] = {}
         for part in range(parts):
             moment = Moment(self.recipe.seed, self.epoch, self.step * parts + part)
-            images, labels = self._next(batches, moment)
+            images, targets = self._next(batches, moment)
             last = part == parts - 1
             with nullcontext() if last else self.accelerator.no_sync(self.wrapped):
-                loss, numbers = self.task.loss(self.wrapped, images, labels, moment)
+                loss, numbers = self.task.loss(self.wrapped, images, targets, moment)
                 self.accelerator.backward(loss / parts)
             for key, value in numbers.items():
                 logs[key] = logs.get(key, 0.0) + value.detach() / parts
@@ -155,12 +157,14 @@ class Engine:
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), limit)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def _next(self, batches: Iterator[tuple[Tensor, Tensor]], moment: Moment) -> tuple[Tensor, Tensor]:
+    def _next(self, batches: Iterator[Batch], moment: Moment) -> Batch:
         batch = next(batches, None)
         if batch is None:
             raise RuntimeError(f"the data ended at batch {moment.batch} of an epoch of {len(self.train_loader)}")
-        images, labels = batch
-        return (images.contiguous(memory_format=torch.channels_last) if self.recipe.channels_last else images), labels
+        images, targets = batch
+        if self.recipe.channels_last and isinstance(images, Tensor):  # not those of various sizes
+            images = images.contiguous(memory_format=torch.channels_last)
+        return images, targets
 
     def _skip(self) -> None:
         self.optimizer.zero_grad()
@@ -224,8 +228,11 @@ class Engine:
             self.best_weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
         self._log(row)
         self.display.epoch(row, better)
+        picture = self.task.picture(self.model)
+        if picture is not None and self.main:
+            self.folder.add_picture(self.epoch, picture, self.best["epoch"] if self.best else self.epoch)
         self.epoch, self.step, self.sums, self.counted, self.seconds = self.epoch + 1, 0, {}, 0, 0.0
-        self.finished = self.epoch == self.recipe.epochs
+        self.finished = self.epoch == self.recipe.rounds
         due = self._save_is_due() or self.finished
         if due and self.main:
             self.present(self.best)

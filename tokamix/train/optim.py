@@ -35,18 +35,24 @@ def make_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> to
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, recipe: Recipe, steps: int) -> Scheduler:
-    """Warm-up, then cosine or constant, by the optimizer step; a function of that step's number and nothing else."""
+    """Warm-up, then the recipe's schedule, by the optimizer step; a function of that step's number and nothing else."""
+    total = recipe.iterations or recipe.epochs * steps
+    unit = 1 if recipe.iterations else steps
+    if recipe.warmup_iterations is not None:
+        warmup, start = float(recipe.warmup_iterations), recipe.warmup_ratio * recipe.peak_lr
+    else:
+        warmup, start = 0.0 if recipe.iterations else recipe.warmup_epochs * steps, recipe.warmup_lr
     schedule, _ = create_scheduler_v2(
         optimizer,
-        sched="cosine" if recipe.schedule == "cosine" else "step",
-        num_epochs=recipe.epochs,
-        decay_epochs=recipe.epochs + 1,  # no step of 'step' is ever reached: constant
-        decay_rate=1.0,
+        sched={"step": "multistep", "constant": "multistep"}.get(recipe.schedule, recipe.schedule),
+        num_epochs=total,
+        decay_milestones=[m * unit + 1 for m in recipe.milestones],  # timm's come a step early
+        decay_rate=recipe.power if recipe.schedule == "poly" else 0.1,  # one argument has both meanings
         min_lr=recipe.min_lr,
-        warmup_lr=recipe.warmup_lr,
-        warmup_epochs=recipe.warmup_epochs,
+        warmup_lr=start,
+        warmup_epochs=warmup,
         step_on_epochs=False,
-        updates_per_epoch=steps,
+        updates_per_epoch=1,
     )
     return schedule
 

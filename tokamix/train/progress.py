@@ -1,5 +1,6 @@
 """What a terminal shows of a run while it goes."""
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -8,11 +9,22 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 
 class Display:
-    """A bar with time left, speed, loss, accuracy and memory; plain lines, one an epoch, where there is no terminal."""
+    """A bar with time left, speed, loss, accuracy and memory; plain lines, one an epoch, where there is no terminal.
 
-    def __init__(self, title: str, epochs: int, steps: int, update: int, silent: bool = False) -> None:
+    Args:
+        title: what is trained on what.
+        epochs: of the run.
+        steps: of an epoch.
+        update: steps that are done already.
+        shown: numbers of an evaluation to show, and what to call them.
+        silent: show nothing.
+    """
+
+    def __init__(
+        self, title: str, epochs: int, steps: int, update: int, shown: Mapping[str, str], silent: bool = False
+    ) -> None:
         self.console = Console(quiet=silent)
-        self.epochs, self.steps = epochs, steps
+        self.epochs, self.steps, self.shown = epochs, steps, shown
         self.accuracy: list[str] = []  # of the last evaluation
         self.last: dict[str, Any] | None = None
         self.bar = Progress(
@@ -55,15 +67,16 @@ class Display:
 
     def epoch(self, row: dict[str, Any], best: bool) -> None:
         """Print an epoch's line."""
-        if "top1" in row:
-            self.accuracy = [f"top-1 {row['top1']:.2f}"]
+        found = {key: label for key, label in self.shown.items() if key in row}
+        self.accuracy = [f"{label} {row[key]:.2f}" for key, label in found.items()]
         if self.last is not None:
             self.report(self.last)
-        averaged = f" (averaged {row['ema_top1']:.2f})" if "ema_top1" in row else ""
+        averaged = {key: f" (averaged {row[f'ema_{key}']:.2f})" if f"ema_{key}" in row else "" for key in found}
         self.console.print(
             f"epoch {row['epoch'] + 1:>{len(str(self.epochs))}}/{self.epochs}"
-            f"  train loss {row['train_loss']:.4f}  loss {row['loss']:.4f}"
-            + (f"  top-1 {row['top1']:6.2f}{averaged}" if "top1" in row else "")
+            f"  train loss {row['train_loss']:.4f}"
+            + (f"  loss {row['loss']:.4f}" if "loss" in row else "")
+            + "".join(f"  {label} {row[key]:6.2f}{averaged[key]}" for key, label in found.items())
             + f"  {row['images_per_second']:,.0f} img/s  {row['seconds']:.1f} s"
             + ("  best" if best else ""),
             highlight=False,

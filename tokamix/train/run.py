@@ -9,23 +9,16 @@ from typing import Any, Literal
 
 import timm
 import torch
-from timm.data import resolve_model_data_config
 from torch import nn
 
-from tokamix.checkpoint import load_checkpoint
-from tokamix.data import Dataset, ImageData, make_loader, open_data
-from tokamix.evaluate.accuracy import statistics
+from tokamix.dense.saved import load_dense, read_config
 from tokamix.recipes import Recipe, load_recipe
-from tokamix.train.build import build_model, data_config, timm_config
 from tokamix.train.engine import Engine, Options
 from tokamix.train.parallel import Accelerator, any_process, distribute, make_accelerator, release
+from tokamix.train.plan import Data, make_plan
 from tokamix.train.progress import Display
 from tokamix.train.run_folder import Row, RunFolder
 from tokamix.train.state import read_state
-from tokamix.train.tasks import Task
-from tokamix.train.tasks.classify import Classify
-from tokamix.train.tasks.distill import Distill
-from tokamix.train.teacher import load_teacher
 from tokamix.train.trackers import Trackers
 
 
@@ -37,28 +30,38 @@ class RunResult:
         folder: where everything lies.
         best: the best evaluation: metrics, epoch, and whether it was the average of the weights.
         epochs: a row of numbers for each epoch.
+        metric: what decides which is best: "top1", "miou", "mask_ap" or "box_ap".
     """
 
     folder: Path
     best: Row = field(default_factory=dict)
     epochs: list[Row] = field(default_factory=list)
+    metric: str = "top1"
+
+    @property
+    def score(self) -> float:
+        """The best value of the metric, in percent."""
+        return self.best[self.metric]
 
     @property
     def top1(self) -> float:
-        """The best accuracy in percent."""
+        """The best accuracy in percent, of a classifier."""
         return self.best["top1"]
 
     def load(self) -> Any:
         """The model with its best weights."""
+        if read_config(self.folder):
+            return load_dense(self.folder)[0]
         return timm.create_model(f"local-dir:{self.folder}", pretrained=True)
 
 
 def train(
     model: str | nn.Module | None,
-    data: str | ImageData,
-    recipe: str | Recipe = "small",
+    data: Data,
+    recipe: str | Recipe | None = None,
     output: str | Path = "runs/last",
     *,
+    task: Literal["classify", "segment", "detect"] | None = None,
     overrides: Sequence[str] | Mapping[str, Any] = (),
     checkpoint: str | Path | None = None,
     pretrained: bool = False,
@@ -77,10 +80,14 @@ def train(
     """Train a model, evaluating each epoch; the same call goes on where an earlier one was stopped.
 
     Args:
-        model: a name of tokamix or timm, a module, or None for the recipe's or the checkpoint's own.
-        data: a source as `tokamix.data.open_data` takes it, or an opened one.
-        recipe: a name of `tokamix.recipes.list_recipes()`, a YAML file, or a recipe.
+        model: a name of tokamix or timm, a module, or None for the recipe's or the checkpoint's own; in dense tasks it
+            is the backbone's name.
+        data: a source as `tokamix.data.open_data` takes it, or `tokamix.data.scenes.open_scenes` in dense tasks; or an
+            opened one.
+        recipe: a name of `tokamix.recipes.list_recipes()`, a YAML file, or a recipe; default: `small`, `small_segment`
+            or `small_detect`, by the task.
         output: the run's folder.
+        task: what is learned; default: what the recipe says.
         overrides: values that replace the recipe's, such as "lr=1e-3".
         checkpoint: weights to start from: a file, a run's folder, or `hf-hub:user/name`. They may have been made for
             other classes, channels and image sizes.
@@ -98,49 +105,51 @@ def train(
         quiet: print nothing.
     """
     if not isinstance(recipe, Recipe):
-        recipe = load_recipe(recipe, overrides)
+        chosen = recipe or ("small" if task in (None, "classify") else f"small_{task}")
+        recipe = load_recipe(chosen, overrides, model=model if isinstance(model, str) else None)
     elif overrides:
         raise ValueError("overrides go with the name of a recipe; for a recipe itself use dataclasses.replace")
+    if task is not None and task != recipe.task:
+        raise ValueError(f"the recipe {recipe.name} is for the task {recipe.task}, not {task}; name another recipe")
+    if fsdp and recipe.task != "classify":
+        raise ValueError(f"--fsdp cannot shard the parts of a model for {recipe.task}; leave it out")
     accelerator = make_accelerator(recipe.precision, device)
     main = accelerator.is_main_process
-    opened = open_data(data, seed=recipe.seed) if isinstance(data, str) else data
-    channels = recipe.model_kwargs.get("in_chans", 3)
-    network, arguments = _model(model, recipe, len(opened.classes), channels, checkpoint, pretrained)
-    recipe = _with_crop(recipe, network, opened)
-    config = data_config(network, recipe, channels)
-    described = timm_config(network, arguments, config, opened.classes)
+    plan = make_plan(model, data, recipe, checkpoint, pretrained)
+    recipe = plan.recipe
     folder = RunFolder(output)
-    settings = {**recipe.to_dict(), "model": described["architecture"], "data": opened.name}
+    settings = {**recipe.to_dict(), "model": plan.name, "data": plan.data}
     state = _saved_state(folder, settings, resume, accelerator)
 
     with _numerics(accelerator.device, deterministic):
-        loaders = _loaders(opened, recipe, config, accelerator, {"workers": workers, "corrupt": corrupt})
-        task = _task(recipe, opened, config, accelerator)
-        task.prepare(network)
-        wrapped, core, optimizer = distribute(accelerator, network, recipe, fsdp)
+        loaders, learned = plan.equip(accelerator, {"workers": workers, "corrupt": corrupt})
+        learned.prepare(plan.network)
+        whole = recipe.compile and recipe.task == "classify"  # of other models, the task compiles what it can
+        wrapped, core, optimizer = distribute(accelerator, plan.network, replace(recipe, compile=whole), fsdp)
         options = Options(save_every, log_every, skip_nan)
-        engine = Engine(task, wrapped, core, optimizer, loaders, recipe, folder, accelerator, options, settings)
+        engine = Engine(learned, wrapped, core, optimizer, loaders, recipe, folder, accelerator, options, settings)
         if state is not None:
             engine.restore(*state)
         if main:
             if state is None:
                 folder.forget()
             if not engine.finished:
-                folder.begin(recipe.to_yaml(), described, accelerator.num_processes, accelerator.device)
+                folder.begin(recipe.to_yaml(), plan.config, accelerator.num_processes, accelerator.device)
             folder.rewind(engine.epoch, engine.update)
-        title = f"{described['architecture']} on {opened.name}"
+        title = f"{plan.name} on {plan.data}"
+        silent = quiet or not main
         with ExitStack() as stack:
             stack.callback(release, core)
             trackers = None
             if main and not engine.finished:
                 trackers = stack.enter_context(closing(Trackers(folder.path, engine.update, settings, wandb)))
             engine.fit(
-                Display(title, recipe.epochs, engine.steps, engine.update, silent=quiet or not main),
+                Display(title, recipe.rounds, engine.steps, engine.update, learned.shown, silent),
                 trackers,
-                lambda best: folder.present(described, recipe.to_dict(), opened.name, best),
+                lambda best: folder.present(plan.config, recipe.to_dict(), plan.data, best, learned.shown),
             )
     accelerator.wait_for_everyone()
-    return RunResult(folder.path, engine.best or {}, folder.epochs)
+    return RunResult(folder.path, engine.best or {}, folder.epochs, learned.metric)
 
 
 @contextmanager
@@ -160,24 +169,6 @@ def _numerics(device: torch.device, deterministic: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0])
         torch.set_float32_matmul_precision(before[1])
         torch.backends.cudnn.benchmark = benchmark
-
-
-def _model(
-    model: str | nn.Module | None,
-    recipe: Recipe,
-    num_classes: int,
-    channels: int,
-    checkpoint: str | Path | None,
-    pretrained: bool,
-) -> tuple[Any, Row]:
-    """The network, and the arguments that timm makes it from."""
-    if not isinstance(model, nn.Module):
-        return build_model(model, recipe, num_classes, channels, checkpoint, pretrained)
-    if (answers := getattr(model, "num_classes", num_classes)) != num_classes:
-        raise ValueError(f"the model tells {answers} classes apart, but the data has {num_classes}")
-    if checkpoint is not None:
-        load_checkpoint(model, checkpoint)
-    return model, {}
 
 
 def _saved_state(folder: RunFolder, settings: Row, resume: bool, accelerator: Accelerator) -> Any:
@@ -205,30 +196,3 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _as_json(item) for key, item in value.items()}
     return [_as_json(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _with_crop(recipe: Recipe, model: nn.Module, opened: ImageData) -> Recipe:
-    """The recipe with the crop of evaluation filled in: all of an image that is small already, else the model's own."""
-    if recipe.crop_pct is not None:
-        return recipe
-    small = isinstance(opened.val, Dataset) and opened.val.arrays() is not None
-    return replace(recipe, crop_pct=1.0 if small else resolve_model_data_config(model)["crop_pct"])
-
-
-def _loaders(opened: ImageData, recipe: Recipe, config: Row, accelerator: Accelerator, reading: Row) -> Any:
-    batch = recipe.micro_batch(accelerator.num_processes)
-    place = {"rank": accelerator.process_index, "world": accelerator.num_processes, "device": accelerator.device}
-    common = {"batch_size": batch, **reading, **place, **statistics(config)}
-    train_loader = make_loader(opened.train, recipe, train=True, **common)
-    return train_loader, make_loader(opened.val, recipe, train=False, **common)
-
-
-def _task(recipe: Recipe, opened: ImageData, config: Row, accelerator: Accelerator) -> Task:
-    classes = len(opened.classes)
-    if recipe.distillation == "none":
-        return Classify(recipe, classes)
-    student = (config["mean"], config["std"])
-    teacher = load_teacher(
-        str(recipe.teacher), classes, student, accelerator.device, accelerator.autocast, recipe.compile
-    )
-    return Distill(recipe, classes, teacher)

@@ -5,6 +5,7 @@ model.safetensors   the best weights so far; last.safetensors the latest
 state/              what the same command goes on from
 recipe.yaml         every setting; environment.json: versions, device, command
 metrics.jsonl       one line for each report and each epoch; metrics.csv: the epochs; curves.png; tensorboard/
+pictures/           predictions on a few validation images, of the best and the latest epochs, where there are any
 README.md           a model card
 """
 
@@ -14,12 +15,14 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL.Image import Image
 
 from tokamix.train.card import model_card
 from tokamix.train.curves import draw_curves
@@ -27,6 +30,7 @@ from tokamix.train.files import WriteError, write_atomically, write_tensors, wri
 from tokamix.train.state import Tensors
 
 Row = dict[str, Any]
+PICTURES = 3  # the latest ones are kept, besides the best
 PACKAGES = ("tokamix", "torch", "torchvision", "timm", "accelerate", "safetensors", "numpy")
 
 
@@ -50,6 +54,8 @@ class RunFolder:
             raise ValueError(f"{self.path} holds a model that is not of a run of ours; use another --output")
         for name in ("metrics.jsonl", "metrics.csv", "curves.png", "model.safetensors", "last.safetensors"):
             (self.path / name).unlink(missing_ok=True)
+        for picture in self.pictures():
+            picture.unlink()
         self.state.unlink(missing_ok=True)
 
     def rewind(self, epoch: int, update: int) -> None:
@@ -90,10 +96,23 @@ class RunFolder:
         """Write model.safetensors or last.safetensors."""
         write_tensors(self.path / f"{name}.safetensors", weights)
 
-    def present(self, config: Row, recipe: Row, data: str, best: Row | None) -> None:
+    def pictures(self) -> list[Path]:
+        """The pictures of predictions, oldest first."""
+        return sorted((self.path / "pictures").glob("epoch_*.png"))
+
+    def add_picture(self, epoch: int, picture: Image, best: int) -> None:
+        """Keep an epoch's picture, those of the latest before it, and that of the best epoch."""
+        path = self.path / "pictures" / f"epoch_{epoch + 1:04}.png"
+        write_atomically(path, lambda beside: picture.save(beside, format="png"))
+        kept = {f"epoch_{number:04}" for number in (best + 1, *range(epoch - PICTURES + 2, epoch + 2))}
+        for other in self.pictures():
+            if other.stem not in kept:
+                other.unlink()
+
+    def present(self, config: Row, recipe: Row, data: str, best: Row | None, shown: Mapping[str, str]) -> None:
         """Write what people look at: curves and model card."""
         if self.epochs and find_spec("matplotlib"):  # an extra: metrics.csv holds the same numbers
-            write_atomically(self.path / "curves.png", lambda beside: draw_curves(self.epochs, beside))
+            write_atomically(self.path / "curves.png", lambda beside: draw_curves(self.epochs, beside, shown))
         write_text(self.path / "README.md", model_card(self.path.name, config, recipe, data, best))
 
     def _write_csv(self) -> None:

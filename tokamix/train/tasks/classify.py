@@ -1,5 +1,8 @@
 """Image classification."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,6 +16,7 @@ class Classify:
     """Cross-entropy with label smoothing; on mixed images and labels where the recipe mixes."""
 
     metric = "top1"
+    shown: Mapping[str, str] = MappingProxyType({"top1": "top-1"})
 
     def __init__(self, recipe: Recipe, num_classes: int) -> None:
         self.recipe = recipe
@@ -48,3 +52,6 @@ class Classify:
     def evaluate(self, model: nn.Module, loader: Loader, batch_size: int | None = None) -> dict[str, float]:
         """Accuracy and loss on a validation set."""
         return accuracy(model, loader, batch_size)
+
+    def picture(self, model: nn.Module) -> None:
+        """Nothing to show."""

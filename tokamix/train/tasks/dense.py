@@ -1,0 +1,81 @@
+"""What segmentation and detection share."""
+
+import logging
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import Tensor, nn
+from torchvision.transforms.functional import to_pil_image
+
+from tokamix.data.scenes import Scene, SceneData
+from tokamix.predict import Prediction, Predictor, draw
+from tokamix.predict.draw import Colour, contact_sheet
+from tokamix.recipes import Recipe
+from tokamix.train.tasks import Logs, Moment
+
+_log = logging.getLogger("tokamix")
+SHOWN = 4  # validation images on the sheet
+SCORE = 0.3  # detections below it are not drawn
+
+
+class Dense:
+    """The model has its own losses; predictions can be looked at.
+
+    Args:
+        recipe: how it is trained.
+        opened: the data.
+        config: what config.json says of the model.
+    """
+
+    metric = ""
+    shown: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(self, recipe: Recipe, opened: SceneData, config: dict[str, Any]) -> None:
+        self.recipe, self.opened, self.config = recipe, opened, config
+        self.scenes: list[Scene] | None = None
+
+    def prepare(self, model: nn.Module) -> None:
+        """BatchNorm takes its statistics over all processes, for each has few of the large images; compile the body."""
+        if dist.is_initialized() and dist.get_world_size() > 1 and any(map(_is_batch_norm, model.modules())):
+            if dist.get_backend() == "nccl":
+                nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            else:
+                _log.warning("BatchNorm sees the images of each process alone: PyTorch joins them on GPUs only")
+        if self.recipe.compile:
+            model.backbone.compile()  # type: ignore[union-attr]  # heads see another number of things each time
+
+    def loss(self, model: nn.Module, images: Any, targets: Any, moment: Moment) -> tuple[Tensor, Logs]:
+        """The sum of the model's losses, and each of them."""
+        losses = model(images, targets)
+        loss = torch.stack([value.float() for value in losses.values()]).sum()
+        return loss, {"loss": loss, **{key: value for key, value in losses.items() if len(losses) > 1}}
+
+    def picture(self, model: nn.Module) -> Image.Image:
+        """Image, truth and prediction for the first validation images."""
+        if self.scenes is None:
+            self.scenes = [self.opened.val.scene(i) for i in range(min(SHOWN, len(self.opened.val)))]
+        predictor = Predictor(model, self.config, SCORE)
+        rows, used = [], set()
+        for scene in self.scenes:
+            found, truth = predictor(scene.image), self.truth(scene)
+            overlays = [draw(scene.image, one, predictor.classes, legend=False) for one in (truth, found)]
+            rows.append([to_pil_image(scene.image), *overlays])
+            maps = [one.segmentation for one in (truth, found) if one.segmentation is not None]
+            used |= {i for classes in maps for i in classes.unique().tolist()}
+        return contact_sheet(rows, ("image", "truth", "prediction"), self.legend(used), side=320)
+
+    def truth(self, scene: Scene) -> Prediction:
+        """What a perfect model would answer."""
+        raise NotImplementedError
+
+    def legend(self, used: set[int]) -> list[tuple[str, Colour]]:
+        """What the colours of classes mean."""
+        return []
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)

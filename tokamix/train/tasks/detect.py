@@ -1,0 +1,30 @@
+"""Object detection and instance segmentation."""
+
+from typing import Any
+
+from torch import nn
+
+from tokamix.data.scenes import Scene, SceneData
+from tokamix.evaluate.dense import detect_metrics
+from tokamix.predict import Prediction
+from tokamix.recipes import Recipe
+from tokamix.train.tasks.dense import Dense
+
+
+class Detect(Dense):
+    """Things with their boxes, measured by COCO's average precision; with masks, by that of the masks."""
+
+    def __init__(self, recipe: Recipe, opened: SceneData, config: dict[str, Any]) -> None:
+        super().__init__(recipe, opened, config)
+        masks = recipe.method != "retinanet"
+        self.metric = "mask_ap" if masks else "box_ap"
+        self.shown = {"box_ap": "box AP", "mask_ap": "mask AP"} if masks else {"box_ap": "box AP"}
+
+    def evaluate(self, model: nn.Module, loader: Any, batch_size: int | None = None) -> dict[str, float]:
+        """Average precisions on a validation set."""
+        found = detect_metrics(model, loader, self.opened.val)
+        return {key: value for key, value in found.items() if isinstance(value, float)}
+
+    def truth(self, scene: Scene) -> Prediction:
+        """What a perfect model would answer."""
+        return Prediction(boxes=scene.boxes, labels=scene.labels, masks=scene.masks)

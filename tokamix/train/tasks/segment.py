@@ -1,0 +1,35 @@
+"""Semantic segmentation."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from tokamix.data.scenes import Scene
+from tokamix.evaluate.dense import segment_metrics
+from tokamix.predict import Prediction
+from tokamix.predict.draw import Colour, class_colours
+from tokamix.train.tasks.dense import Dense
+
+
+class Segment(Dense):
+    """A class for each pixel, measured by the mean IoU of the classes."""
+
+    metric = "miou"
+    shown: Mapping[str, str] = MappingProxyType({"miou": "mIoU"})
+
+    def evaluate(self, model: nn.Module, loader: Any, batch_size: int | None = None) -> dict[str, float]:
+        """Mean IoU and accuracies on a validation set."""
+        found = segment_metrics(model, loader, self.opened.classes, self.recipe)
+        return {key: found[key] for key in ("miou", "pixel_accuracy", "mean_accuracy")}
+
+    def truth(self, scene: Scene) -> Prediction:
+        """What a perfect model would answer."""
+        assert scene.segmentation is not None
+        return Prediction(segmentation=scene.segmentation.long())
+
+    def legend(self, used: set[int]) -> list[tuple[str, Colour]]:
+        """What the colours of classes mean."""
+        colours = class_colours(self.opened.classes)
+        return [(name, colours[i]) for i, name in enumerate(self.opened.classes) if i in used]
