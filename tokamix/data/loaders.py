@@ -7,6 +7,7 @@ global batch is dealt out: rank r takes positions r, r + world, ... of it.
 
 import logging
 import math
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -349,7 +350,8 @@ class _Batches:
     """What the workers are told to read: for each step a list of (epoch, position, index or encoded picture)."""
 
     def __init__(self, loader: Worker) -> None:
-        self.loader, self.epoch, self.start = loader, 0, 0
+        # with a circle of references, workers would outlive their loader, and each be waited for
+        self.loader, self.epoch, self.start = weakref.proxy(loader), 0, 0
 
     def __iter__(self) -> Iterator[list[tuple[int, int, Any]]]:
         loader, dataset = self.loader, self.loader.dataset
