@@ -105,6 +105,7 @@ class CocoAP:
             truth.createIndex()
             if all(entry["iscrowd"] for entry in truth.dataset["annotations"]):
                 raise DataError("there is nothing to find: the validation set has no things in it")
+            self._check_sizes(found, truth.dataset["images"])
             for kind, name in (("bbox", "box"), ("segm", "mask"))[: 1 + self.masks]:
                 run = evaluation(truth, _loaded(coco, truth, self._results(found, kind)), kind)
                 run.evaluate()
@@ -113,6 +114,16 @@ class CocoAP:
                 measured = {f"{name}_{key}": float(run.stats[place]) for key, place in NUMBERS.items()}
                 result |= {key: 100 * value for key, value in measured.items() if value > -1}
         return result
+
+    def _check_sizes(self, found: dict[int, _Found], images: list[dict[str, Any]]) -> None:
+        """Raise where a mask has another size than its image, which the tools would count as a miss."""
+        sizes = {entry["id"]: [entry["height"], entry["width"]] for entry in images}
+        for index, detected in found.items():
+            height, width = sizes[self.dataset.image_id(index)]
+            for mask in detected.masks or ():
+                if list(mask["size"]) != [height, width]:
+                    wrong = f"{mask['size'][1]}x{mask['size'][0]}"
+                    raise ValueError(f"scene {index} is {width}x{height} px, but a mask of it {wrong}")
 
 
 def _loaded(coco: Any, truth: Any, results: list[dict[str, Any]]) -> Any:

@@ -1,0 +1,229 @@
+"""COCO's average precision: the numbers of the reference tools, called directly on COCO's own form."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pycocotools import mask as tools
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from tests.data.scene_files import CATEGORIES, content, thing, write_coco
+from tokamix.data import DataError, Scene, open_scenes
+from tokamix.evaluate import CocoAP
+
+NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
+SIZE = (200, 260)
+
+
+def real_like(root: Path, images: int = 12) -> dict:
+    """A validation set of things of all sizes, with crowds, images without things, and ids with gaps."""
+    draw = np.random.default_rng(0)
+    told = []
+    for i in range(images - 2):
+        for _ in range(draw.integers(1, 6)):
+            width, height = draw.uniform(3, 8) * 2 ** draw.uniform(0, 4.2, 2)
+            left, top = draw.uniform(0, SIZE[1] - width), draw.uniform(0, SIZE[0] - height)
+            box = [round(float(v), 2) for v in (left, top, width, height)]
+            category = int(draw.choice([3, 7, 90]))
+            told.append(thing(100 + 7 * len(told), 10 + i, box, category))
+    told += [thing(3000 + i, 10 + i, [20.0 + i, 30, 150, 120 + i], 7) for i in range(3)]
+    drawn = np.zeros(SIZE, dtype=np.uint8, order="F")
+    drawn[20:150, 30:220] = 1
+    runs = tools.encode(drawn)
+    runs = {"size": runs["size"], "counts": runs["counts"].decode()}
+    told.append(thing(5000, 10, [30, 20, 190, 130], 3, segmentation=runs, iscrowd=1))
+    form = content(images, told)
+    for entry in form["images"]:
+        entry |= {"height": SIZE[0], "width": SIZE[1]}
+    for part in ("train", "val"):
+        write_coco(root, part, form)
+    return form
+
+
+def detections(scene: Scene, seed: int) -> dict[str, torch.Tensor]:
+    """The truth, moved about; some of it is missed, some doubled, some called by another name."""
+    draw = torch.Generator().manual_seed(seed)
+    boxes, labels, masks = scene.boxes.repeat(2, 1), scene.labels.repeat(2), scene.masks.repeat(2, 1, 1)
+    keep = torch.rand(len(labels), generator=draw) < 0.6
+    boxes, labels, masks = boxes[keep], labels[keep].clone(), masks[keep]
+    sides = (boxes[:, 2:] - boxes[:, :2]).repeat(1, 2)
+    boxes = boxes + sides * torch.randn(boxes.shape, generator=draw) * 0.07
+    moved = [mask.roll(tuple(torch.randint(-2, 3, (2,), generator=draw).tolist()), (0, 1)) for mask in masks]
+    other = torch.rand(len(labels), generator=draw) < 0.2
+    labels[other] = (labels[other] + 1) % 3
+    false = {"boxes": torch.tensor([[40.0, 30, 90, 80]]), "labels": torch.tensor([0]), "masks": torch.zeros(1, *SIZE)}
+    false["masks"][0, 30:80, 40:90] = 1  # in the crowd of the first image it counts for nothing
+    return {
+        "boxes": torch.cat([boxes, false["boxes"]]),
+        "labels": torch.cat([labels, false["labels"]]),
+        "scores": torch.rand(len(labels) + 1, generator=draw),
+        "masks": torch.cat([torch.stack(moved), false["masks"].bool()]) if moved else false["masks"].bool(),
+    }
+
+
+def by_the_tools(
+    truth: dict, found: dict[int, dict[str, torch.Tensor]], ids: list[int], masks: bool
+) -> dict[str, float]:
+    """What pycocotools say, from COCO's form of annotations and results."""
+    coco = COCO()
+    coco.dataset = json.loads(json.dumps(truth))
+    coco.createIndex()
+    categories = [entry["id"] for entry in truth["categories"]]
+    answer = {}
+    for kind, name in (("bbox", "box"), ("segm", "mask"))[: 1 + masks]:
+        results = []
+        for index, detection in found.items():
+            for n, (left, top, right, bottom) in enumerate(detection["boxes"].double().tolist()):
+                row = {"image_id": ids[index], "category_id": categories[detection["labels"][n]]}
+                row["score"] = detection["scores"][n].item()
+                if kind == "bbox":
+                    row["bbox"] = [left, top, right - left, bottom - top]
+                else:
+                    row["segmentation"] = tools.encode(np.asfortranarray(detection["masks"][n].byte().numpy()))
+                results.append(row)
+        run = COCOeval(coco, coco.loadRes(results), kind)
+        run.evaluate()
+        run.accumulate()
+        run.summarize()
+        answer |= {f"{name}_{key}": 100 * value for key, value in zip(NAMES, run.stats, strict=False) if value > -1}
+        answer |= {f"{name}_ar": 100 * run.stats[8]}
+    return answer
+
+
+def test_as_the_tools_say(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    truth = real_like(tmp_path)
+    dataset = open_scenes(str(tmp_path), "detect").val
+    found = {i: detections(dataset.scene(i), i) for i in range(len(dataset))}
+    expected = by_the_tools(truth, found, [dataset.image_id(i) for i in range(len(dataset))], masks=True)
+    capsys.readouterr()
+    metric = CocoAP(dataset, masks=True)
+    for index in reversed(found):  # the order does not matter
+        metric.update(index, found[index])
+    result = metric.compute()
+    assert result == pytest.approx(expected, abs=1e-9)
+    assert set(result) == {f"{kind}_{name}" for kind in ("box", "mask") for name in (*NAMES, "ar")}
+    assert 10 < result["box_ap"] < 60
+    assert 10 < result["mask_ap"] < 60
+    boxes = CocoAP(dataset)
+    for index in found:
+        boxes.update(index, {k: v for k, v in found[index].items() if k != "masks"})
+    assert boxes.compute() == {key: value for key, value in result.items() if key.startswith("box")}
+    assert capsys.readouterr().out == ""
+
+
+def test_crowds_are_no_errors(tmp_path: Path) -> None:
+    """Whatever is found within a crowd of its class does not count."""
+    truth = real_like(tmp_path)
+    dataset = open_scenes(str(tmp_path), "detect").val
+    perfect = {}
+    for i in range(len(dataset)):
+        scene = dataset.scene(i)
+        things = ~scene.crowd
+        perfect[i] = {"boxes": scene.boxes[things], "labels": scene.labels[things], "masks": scene.masks[things]}
+        perfect[i]["scores"] = torch.full((int(things.sum()),), 0.5)
+    metric = CocoAP(dataset, masks=True)
+    for i, detection in perfect.items():
+        metric.update(i, detection)
+    assert metric.compute()["box_ap"] == metric.compute()["mask_ap"] == 100
+    inside = {"boxes": torch.tensor([[60.0, 60, 70, 70]]), "labels": torch.tensor([0]), "scores": torch.tensor([0.9])}
+    inside["masks"] = torch.zeros(1, *SIZE, dtype=torch.bool)
+    inside["masks"][0, 60:70, 60:70] = True
+    assert truth["annotations"][-1]["iscrowd"]
+    metric.update(0, {k: torch.cat([v, inside[k]]) for k, v in perfect[0].items()})
+    assert metric.compute()["box_ap"] == metric.compute()["mask_ap"] == 100
+    metric.update(1, {k: torch.cat([v, inside[k]]) for k, v in perfect[1].items()})  # there is no crowd in that one
+    assert metric.compute()["box_ap"] < 100
+
+
+def test_nothing_found(tmp_path: Path) -> None:
+    real_like(tmp_path)
+    dataset = open_scenes(str(tmp_path), "detect").val
+    nothing = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0).long(), "scores": torch.zeros(0)}
+    nothing["masks"] = torch.zeros(0, *SIZE, dtype=torch.bool)
+    metric = CocoAP(dataset, masks=True)
+    zeros = {f"{kind}_{name}": 0.0 for kind in ("box", "mask") for name in (*NAMES, "ar")}
+    assert metric.compute() == zeros
+    metric.update(0, nothing)
+    assert metric.compute() == zeros
+    assert metric.results() == []
+
+
+def test_sizes_that_do_not_occur(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        write_coco(tmp_path, part, content(1, [thing(1, 10, [3, 4, 1, 1])]))  # one pixel
+    dataset = open_scenes(str(tmp_path), "detect").val
+    metric = CocoAP(dataset, masks=True)
+    scene = dataset.scene(0)
+    metric.update(0, {"boxes": scene.boxes, "labels": scene.labels, "scores": torch.ones(1), "masks": scene.masks})
+    small = {f"{kind}_{name}": 100.0 for kind in ("box", "mask") for name in ("ap", "ap50", "ap75", "ap_small", "ar")}
+    assert metric.compute() == pytest.approx(small)
+
+
+def test_an_annotation_of_id_0(tmp_path: Path) -> None:
+    """The tools take its match for none, so it is renamed."""
+    for part in ("train", "val"):
+        write_coco(tmp_path, part, content(1, [thing(0, 10, [3, 4, 10, 10])]))
+    dataset = open_scenes(str(tmp_path), "detect").val
+    metric = CocoAP(dataset)
+    metric.update(0, {"boxes": dataset.scene(0).boxes, "labels": torch.tensor([0]), "scores": torch.ones(1)})
+    assert metric.compute()["box_ap"] == pytest.approx(100)
+
+
+def test_generated_scenes() -> None:
+    dataset = open_scenes("shapes:48", "detect").val
+    metric = CocoAP(dataset, masks=True)
+    for i in range(len(dataset)):
+        scene = dataset.scene(i)
+        found = {"boxes": scene.boxes, "labels": scene.labels, "masks": scene.masks}
+        metric.update(i, {**found, "scores": torch.ones(len(scene.labels))})
+    assert metric.compute()["box_ap"] == metric.compute()["mask_ap"] == pytest.approx(100)
+
+
+def test_result_files(tmp_path: Path) -> None:
+    real_like(tmp_path)
+    dataset = open_scenes(str(tmp_path), "detect").val
+    metric = CocoAP(dataset, masks=True)
+    found = {"boxes": torch.tensor([[1.0, 2, 11, 22]]), "labels": torch.tensor([2]), "scores": torch.tensor([0.25])}
+    metric.update(3, found | {"masks": torch.ones(1, *SIZE)})
+    assert metric.results() == [{"image_id": 13, "category_id": 90, "score": 0.25, "bbox": [1.0, 2.0, 10.0, 20.0]}]
+    (row,) = metric.results("segm")
+    assert tools.decode(row["segmentation"]).all()
+    assert tools.decode(row["segmentation"]).shape == SIZE
+    held = sum(len(mask["counts"]) for mask in metric.found[3].masks)
+    assert held < 20  # not the 52,000 pixels
+
+
+def test_what_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for part in ("train", "val"):
+        told = [thing(1, 10, [3, 4, 10, 8], iscrowd=int(part == "val"))]
+        write_coco(tmp_path, part, content(1, told))
+    metric = CocoAP(open_scenes(str(tmp_path), "detect").val)
+    with pytest.raises(DataError, match="there is nothing to find: the validation set has no things in it"):
+        metric.compute()
+    one = {"boxes": torch.zeros(1, 4), "labels": torch.tensor([3]), "scores": torch.ones(1)}
+    with pytest.raises(ValueError, match="a label is 3, but there are 3 classes, from 0"):
+        metric.update(0, one)
+    with pytest.raises(ValueError, match="masks are to be measured, but the detections have none"):
+        CocoAP(open_scenes(str(tmp_path), "detect").val, masks=True).update(0, {**one, "labels": torch.tensor([0])})
+    told = [{k: v for k, v in thing(1, 10, [3, 4, 10, 8]).items() if k != "segmentation"}]
+    for part in ("train", "val"):
+        write_coco(tmp_path, part, content(1, told, categories=CATEGORIES))
+    with pytest.raises(DataError, match="needs annotations with outlines, and these have none"):
+        CocoAP(open_scenes(str(tmp_path), "detect").val, masks=True)
+    monkeypatch.setitem(sys.modules, "pycocotools.coco", None)
+    with pytest.raises(ImportError, match=r"average precision needs pycocotools: pip install 'tokamix\[detect\]'"):
+        CocoAP(open_scenes("shapes", "detect").val)
+
+
+def test_masks_of_another_size(tmp_path: Path) -> None:
+    real_like(tmp_path)
+    dataset = open_scenes(str(tmp_path), "detect").val
+    metric = CocoAP(dataset, masks=True)
+    found = detections(dataset.scene(0), 0)
+    metric.update(0, {**found, "masks": found["masks"][:, :100]})
+    with pytest.raises(ValueError, match=r"scene 0 is 260x200 px, but a mask of it 260x100"):
+        metric.compute()

@@ -1,0 +1,79 @@
+"""Mean intersection over union, against counting by hand."""
+
+import numpy as np
+import pytest
+import torch
+
+from tokamix.evaluate import MeanIoU
+
+CLASSES = ("a", "b", "c", "d")
+
+
+def made_up(i: int, classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """A prediction and a target of some size; 255 is in the target."""
+    draw = torch.Generator().manual_seed(i)
+    size = (5 + i, 7)
+    target = torch.randint(classes, size, generator=draw)
+    prediction = torch.where(
+        torch.rand(size, generator=draw) < 0.6, target, torch.randint(classes, size, generator=draw)
+    )
+    target[torch.rand(size, generator=draw) < 0.2] = 255
+    return prediction, target
+
+
+def by_hand(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
+    predicted = np.concatenate([p.flatten().numpy() for p, _ in pairs])
+    true = np.concatenate([t.flatten().numpy() for _, t in pairs])
+    predicted, true = predicted[true != 255], true[true != 255]
+    iou, right = {}, []
+    for n, name in enumerate(CLASSES):
+        union = ((predicted == n) | (true == n)).sum()
+        if union:
+            iou[name] = 100 * ((predicted == n) & (true == n)).sum() / union
+        if (true == n).any():
+            right.append(100 * (predicted[true == n] == n).mean())
+    means = {"miou": np.mean(list(iou.values())), "mean_accuracy": np.mean(right)}
+    return means | {"pixel_accuracy": 100 * (predicted == true).mean()} | {f"iou/{k}": v for k, v in iou.items()}
+
+
+def test_against_counting() -> None:
+    pairs = [made_up(i) for i in range(6)]
+    metric = MeanIoU(CLASSES)
+    for prediction, target in pairs:
+        metric.update(prediction, target)
+    result = metric.compute()
+    assert result == pytest.approx(by_hand(pairs), abs=1e-9)
+    assert "iou/d" not in result  # nobody has it: it is left out of the mean
+    assert result == metric.compute()
+
+
+def test_any_kind_of_numbers_and_batches() -> None:
+    pairs = [made_up(3), made_up(3)]
+    one, other = MeanIoU(CLASSES), MeanIoU(CLASSES)
+    for prediction, target in pairs:
+        one.update(prediction, target)
+    other.update(torch.stack([p for p, _ in pairs]).to(torch.uint8), torch.stack([t for _, t in pairs]).to(torch.uint8))
+    assert one.compute() == other.compute()
+
+
+def test_a_class_only_predicted_counts() -> None:
+    metric = MeanIoU(CLASSES)
+    metric.update(torch.tensor([[0, 3]]), torch.tensor([[0, 0]]))
+    assert metric.compute() == {"miou": 25, "mean_accuracy": 50, "pixel_accuracy": 50, "iou/a": 50, "iou/d": 0}
+
+
+def test_what_cannot_be_counted() -> None:
+    metric = MeanIoU(CLASSES)
+    with pytest.raises(ValueError, match="nothing was counted: no image has come, or every pixel is ignored"):
+        metric.compute()
+    metric.update(torch.zeros(2, 2, dtype=torch.int64), torch.full((2, 2), 255))
+    with pytest.raises(ValueError, match="nothing was counted"):
+        metric.compute()
+    with pytest.raises(ValueError, match=r"a prediction of \(2, 2\) pixels for a target of \(2, 3\)"):
+        metric.update(torch.zeros(2, 2), torch.zeros(2, 3))
+    zeros = torch.zeros(2, 2, dtype=torch.int64)
+    for value in (4, -1):
+        with pytest.raises(ValueError, match=f"a target has class {value}, but there are 4"):
+            metric.update(zeros, zeros + value)
+        with pytest.raises(ValueError, match=f"a prediction has class {value}, but there are 4"):
+            metric.update(zeros + value, zeros)
