@@ -269,6 +269,16 @@ def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"precision": "bf16", "clip_grad": 1.0}], ids=str)
+def test_cuda_graphs_change_nothing_but_rounding(tmp_path: Path, settings: dict) -> None:
+    runs = [run(tmp_path / str(on), epochs=6, ema=0.9, device="cuda", compile=on, **settings) for on in (False, True)]
+    plain, compiled = ([row["train_loss"] for row in result.epochs] for result in runs)
+    assert compiled == pytest.approx(plain, rel=2e-2 if "precision" in settings else 1e-3)
+    assert compiled[-1] < 0.7 * compiled[0]
+
+
 def test_stochastic_depth_of_compiled_blocks() -> None:
     """It drops the share of images that it says, and keeps the mean."""
     model = tokamix.create_model("columnar_tiny_softmax", img_size=32, depth=3, drop_path_rate=0.5)

@@ -434,7 +434,7 @@ class _PictureReader(Reader):
             picture, label = self.dataset.picture(item, SHRINK * self.size), int(self.dataset.labels[item])
         if isinstance(picture, Tensor):
             picture = to_pil_image(_recoded(picture[None], 3)[0])
-        return picture.convert(self.mode), label
+        return (picture if picture.mode == self.mode else picture.convert(self.mode)), label
 
     def batch(self, samples: list[tuple[int, int, Any]]) -> tuple[Tensor, Tensor]:
         """Images (B, C, H, W) and labels (B,)."""

@@ -18,6 +18,8 @@ def compile_blocks(model: nn.Module, graphs: bool) -> None:
     for layer in model.modules():
         if type(layer) is DropPath:
             _as_tensor(layer, next(model.parameters()).device)
+    if graphs:  # which take the blocks of one pass for passes of their own otherwise, and write over what they gave
+        model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
     for block in list(chain.from_iterable(repeated_blocks(model))) or [model]:
         block.compile(dynamic=False, mode="reduce-overhead" if graphs else None)
 

@@ -156,11 +156,13 @@ def train(
 def _numerics(device: torch.device, deterministic: bool) -> Iterator[None]:
     """PyTorch's settings for a run, and those of before afterwards."""
     before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
-    benchmark = torch.backends.cudnn.benchmark
+    benchmark, cudnn_attention = torch.backends.cudnn.benchmark, torch.backends.cuda.cudnn_sdp_enabled()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what PyTorch asks for
         torch.use_deterministic_algorithms(True)
-    elif device.type == "cuda":
+    # cuDNN's attention gives NaN gradients now and then, for 64 tokens for one (pytorch/pytorch issue 196678)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if device.type == "cuda" and not deterministic:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = True
     try:
@@ -169,6 +171,7 @@ def _numerics(device: torch.device, deterministic: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0])
         torch.set_float32_matmul_precision(before[1])
         torch.backends.cudnn.benchmark = benchmark
+        torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)
 
 
 def _saved_state(folder: RunFolder, settings: Row, resume: bool, accelerator: Accelerator) -> Any:
