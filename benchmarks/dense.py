@@ -1,0 +1,132 @@
+"""ATMNet-T in a detector and a segmenter: this library's operator against torchvision's deformable convolution.
+
+Mask R-CNN on images of 800 x 1280 and Semantic FPN on 512 x 512, inference, bfloat16 by autocast, or with
+`--precision half` with weights of float16, which is the best that deformable convolution can do: under autocast it
+computes in float32. First the two must agree in float32. "compiled" compiles backbone and neck, or the segmenter, for
+the one size. `--quick` is a small run for any machine. Writes `--out`, a CSV file.
+"""
+
+import argparse
+import contextlib
+import csv
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from active_token import deformable_model
+from torch import Tensor, nn
+
+from tokamix.bench.timing import median_ms
+from tokamix.dense import MaskRCNN, create_detector, create_segmenter
+
+CASES = [("mask_rcnn", (800, 1280), 1), ("mask_rcnn", (800, 1280), 4), ("semantic_fpn", (512, 512), 8)]
+QUICK = [("mask_rcnn", (64, 96), 1), ("semantic_fpn", (64, 64), 1)]
+FIELDS = ("method", "size", "batch", "precision", "mode", "ours_ms", "deform_ms", "ours_images_s", "times_as_fast")
+CONFIDENCE = 0.6  # standard deviation of class logits at which random heads find about as much as trained ones
+
+
+def make(method: str, quick: bool) -> nn.Module:
+    torch.manual_seed(0)
+    backbone, narrow = ("atmnet_xtiny", {"width": 32}) if quick else ("atmnet_tiny", {})
+    if method == "mask_rcnn":
+        return create_detector(method, backbone, 80, **narrow).eval()
+    return create_segmenter(method, backbone, 150, **narrow).eval()
+
+
+def settle(detector: MaskRCNN, images: Tensor) -> None:
+    """Scale the classifier so that some hundred regions of an image pass the threshold, as of a trained detector."""
+    seen: list[Tensor] = []
+    hook = detector.stages[0].classify.register_forward_hook(lambda layer, given, out: seen.append(out))
+    detector(images)
+    hook.remove()
+    detector.stages[0].classify.weight.data *= CONFIDENCE / seen[0].std()
+
+
+def outputs(model: nn.Module, images: Tensor) -> list[Tensor]:
+    return model.neck(model.backbone(images)) if isinstance(model, MaskRCNN) else [model(images)]
+
+
+def check(ours: nn.Module, theirs: nn.Module, images: Tensor) -> None:
+    """Both sides give the same maps or logits in float32, or there is nothing to time."""
+    for a, b in zip(outputs(ours, images), outputs(theirs, images), strict=True):
+        error = (a - b).norm() / b.norm()
+        if not error < 1e-4:
+            raise SystemExit(f"the two sides differ by {error:.1e} of their size: nothing is timed")
+
+
+@contextlib.contextmanager
+def prepared(model: nn.Module, precision: str, mode: str, device: str) -> Iterator[Callable[[Tensor], object]]:
+    """The model as it is called in one row of the table."""
+    if precision == "half":
+        model.half()
+    if mode == "compiled":
+        torch.compiler.reset()
+        for part in (model.backbone, model.neck) if isinstance(model, MaskRCNN) else (model,):
+            part.compile(dynamic=False)
+    lowered = precision == "autocast" and device == "cuda"  # deform_conv2d cannot run in bfloat16 on the CPU
+    with torch.autocast(device, torch.bfloat16, enabled=lowered):
+        yield lambda images: model(images.half() if precision == "half" else images)
+
+
+def measure(case: tuple[str, tuple[int, int], int], options: argparse.Namespace) -> Iterator[dict]:
+    method, size, batch = case
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    images = torch.randn(batch, 3, *size, device=device)
+    ours = make(method, options.quick).to(device)
+    if isinstance(ours, MaskRCNN):
+        settle(ours, images)
+    check(ours, deformable_model(ours), images[:1])
+    state = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
+    for precision in options.precision:
+        for mode in options.mode:
+            times = []
+            for side in ("ours", "deform"):
+                model = make(method, options.quick).to(device)
+                model.load_state_dict(state)
+                model = model if side == "ours" else deformable_model(model)
+                try:
+                    with prepared(model, precision, mode, device) as call:
+                        times.append(median_ms(lambda call=call: call(images), device, options.seconds))
+                except Exception as error:  # one row must not cost the others
+                    print(f"{side} {method} {precision} {mode} FAILED, {type(error).__name__}: {str(error)[:300]}")
+                    times.append(math.nan)
+            yield {
+                "method": method,
+                "size": f"{size[0]}x{size[1]}",
+                "batch": batch,
+                "precision": precision if device == "cuda" else "float32",
+                "mode": mode,
+                "ours_ms": f"{times[0]:.2f}",
+                "deform_ms": f"{times[1]:.2f}",
+                "ours_images_s": f"{batch / times[0] * 1e3:.1f}",
+                "times_as_fast": f"{times[1] / times[0]:.2f}",
+            }
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small model, small images, one batch")
+    parser.add_argument("--mode", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
+    parser.add_argument("--precision", nargs="+", default=["autocast"], choices=["autocast", "half"])
+    parser.add_argument("--seconds", type=float, default=2.0, help="of timing for each number")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "dense.csv")
+    options = parser.parse_args()
+    if options.quick:
+        options.mode, options.seconds = ["eager"], 0.1
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    print(f"torch {torch.__version__}, {where}")
+    print("  ".join(f"{field:>13s}" for field in FIELDS))
+    with options.out.open("w", newline="") as file:
+        table = csv.DictWriter(file, FIELDS)
+        table.writeheader()
+        for case in QUICK if options.quick else CASES:
+            for row in measure(case, options):
+                print("  ".join(f"{row[field]!s:>13s}" for field in FIELDS), flush=True)
+                table.writerow(row)
+                file.flush()
+
+
+if __name__ == "__main__":
+    main()
