@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from tests.data.scene_files import blocks, content, scene_recipe, thing, write_coco, write_pair
 from tokamix.data import DataError, SceneSet, make_scene_loader, open_scenes
@@ -52,6 +53,16 @@ def test_batches_are_a_function_of_seed_epoch_and_position(sets: dict, task: str
     assert same(whole[5:], batches(sets[task], task, epoch=3, start=5))  # resumed
     assert not same(whole[0], batches(sets[task], task, epoch=4)[0])
     assert not same(whole[0], batches(sets[task], task, epoch=3, seed=1)[0])
+
+
+@pytest.mark.parametrize("task", MOVED)
+def test_each_epoch_changes_a_scene_in_another_way(sets: dict, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = sets[task].scene(0)
+    monkeypatch.setattr(type(sets[task]), "scene", lambda self, i, masks=True: scene)
+    first, second = (
+        torch.cat([image.flatten() for image in batches(sets[task], task, epoch)[0][0]]) for epoch in (0, 1)
+    )
+    assert first.shape != second.shape or not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -219,7 +230,14 @@ def test_packing() -> None:
     layout, tensors = _packed(targets)
     assert sorted(str(tensor.dtype) for tensor in tensors) == ["torch.bool", "torch.float32", "torch.int64"]
     assert same(_unpacked(layout, tensors), targets)
-    assert _packed([]) == ([], [])
+    assert len(_packed([])[0]) == 0
+
+
+def test_packing_survives_the_way_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader's thread that pins memory takes lists and tuples apart."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor.clone())
+    targets = [{"a": torch.arange(6).view(2, 3), "size": (3, 5)}, {"a": torch.arange(2).view(1, 2), "size": (1, 2)}]
+    assert same(_unpacked(*pin_memory(_packed(targets))), targets)
 
 
 def test_workers_go_with_their_loader(sets: dict) -> None:

@@ -152,14 +152,19 @@ def test_one_class_does_not_fill_a_crop() -> None:
     assert crop_classes(scene, 100, 0.75, np.random.default_rng(0)).size == (40, 100)  # never larger than the scene
 
 
-def test_ignored_pixels_fill_nothing() -> None:
+@pytest.mark.parametrize(("ones", "good"), [(1, True), (9, False)])
+def test_ignored_pixels_fill_nothing(ones: int, good: bool) -> None:
+    """Only what is labelled counts: where that is half and half, the first crop will do, however much is ignored."""
     scene = make(30, 30)
+    scene.image = torch.arange(900).view(1, 30, 30).expand(3, -1, -1).byte()
     scene.segmentation[:] = 255
-    scene.segmentation[0, :2] = torch.tensor([1, 2], dtype=torch.uint8)
-    draws = [np.random.default_rng(0), np.random.default_rng(0)]
-    crop_classes(scene, 30, 0.75, draws[0])
-    draws[1].integers(1, size=2)
-    assert draws[0].random() == draws[1].random()  # the first try was good: half and half
+    scene.segmentation[14, 10:20] = 2
+    scene.segmentation[14, 10 : 10 + ones] = 1
+    scene.segmentation[14, 11 if good else 20 : 19 if good else 20] = 255
+    first, drawn = (
+        [crop_classes(scene, 20, most, np.random.default_rng(seed)) for seed in range(8)] for most in (1.0, 0.75)
+    )
+    assert all(torch.equal(a.image, b.image) for a, b in zip(first, drawn, strict=True)) == good
 
 
 class Chosen:

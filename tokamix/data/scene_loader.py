@@ -17,7 +17,17 @@ from tokamix.data.scenes import IGNORE, Scene, SceneSet, Task
 if TYPE_CHECKING:
     from tokamix.recipes import Recipe
 
-Layout = list[dict[str, Any]]  # of each scene: numbers, and (dtype, shape) in place of tensors
+Targets = list[dict[str, Any]]
+
+
+class _Layout:
+    """What is known of each scene besides its tensors; pinning memory for a GPU would turn tuples of a list to lists."""
+
+    def __init__(self, entries: list[Any]) -> None:
+        self.entries = entries
+
+    def __len__(self) -> int:
+        return len(self.entries)
 
 
 def make_scene_loader(
@@ -97,7 +107,7 @@ class SceneLoader(Worker):
         tensors = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
         if self.train and self.task == "segment":
             images, classes = self.finish(tensors[0], {}), tensors[1].long()
-            for image, (height, width) in zip(images, layout, strict=True):
+            for image, (height, width) in zip(images, layout.entries, strict=True):
                 image[:, height:], image[:, :, width:] = 0, 0
             return images, classes
         targets = _unpacked(layout, tensors)
@@ -118,7 +128,7 @@ class _SceneReader(Reader):
         """A decoded scene, and its place in the data set."""
         return item, self.dataset.scene(item, masks=self.masks)
 
-    def batch(self, samples: list[tuple[int, int, Any]]) -> tuple[list[Any], list[Tensor]]:
+    def batch(self, samples: list[tuple[int, int, Any]]) -> tuple[_Layout, list[Tensor]]:
         """The scenes of a batch."""
         targets = [self._target(epoch, position, *sample) for epoch, position, sample in samples]
         if not (self.train and self.task == "segment"):
@@ -130,7 +140,7 @@ class _SceneReader(Reader):
         for n, (height, width) in enumerate(sizes):
             images[n, :, :height, :width] = targets[n]["image"]
             classes[n, :height, :width] = targets[n]["segmentation"]
-        return sizes, [images, classes]
+        return _Layout(sizes), [images, classes]
 
     def _target(self, epoch: int, position: int, index: int, scene: Scene) -> dict[str, Any]:
         size = scene.size
@@ -149,20 +159,20 @@ class _SceneReader(Reader):
         return target if self.train else target | {"crowd": scene.crowd}
 
 
-def _packed(targets: Layout) -> tuple[Layout, list[Tensor]]:
+def _packed(targets: Targets) -> tuple[_Layout, list[Tensor]]:
     """All tensors of a batch in one for each kind of number: each costs a file handle on its way out of a worker."""
-    layout: Layout = []
+    layout: Targets = []
     flat: dict[torch.dtype, list[Tensor]] = {}
     for target in targets:
         layout.append(dict(target))
         for name, value in target.items():
             if isinstance(value, Tensor):
                 flat.setdefault(value.dtype, []).append(value.reshape(-1))
-                layout[-1][name] = value.dtype, value.shape
-    return layout, [torch.cat(parts) for parts in flat.values()]
+                layout[-1][name] = value.dtype, value.shape  # in its place
+    return _Layout(layout), [torch.cat(parts) for parts in flat.values()]
 
 
-def _unpacked(layout: Layout, tensors: list[Tensor]) -> Layout:
+def _unpacked(layout: _Layout, tensors: list[Tensor]) -> Targets:
     """What `_packed` was given; its tensors are views."""
     flat = {tensor.dtype: tensor for tensor in tensors}
     used = dict.fromkeys(flat, 0)
@@ -174,5 +184,5 @@ def _unpacked(layout: Layout, tensors: list[Tensor]) -> Layout:
 
     return [
         {name: take(*v) if isinstance(v, tuple) and isinstance(v[0], torch.dtype) else v for name, v in target.items()}
-        for target in layout
+        for target in layout.entries
     ]
