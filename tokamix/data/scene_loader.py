@@ -21,7 +21,7 @@ Targets = list[dict[str, Any]]
 
 
 class _Layout:
-    """What is known of each scene besides its tensors; pinning memory for a GPU would turn tuples of a list to lists."""
+    """What is known of each scene besides its tensors; pinning memory for a GPU would make lists of a list's tuples."""
 
     def __init__(self, entries: list[Any]) -> None:
         self.entries = entries
