@@ -34,9 +34,9 @@ def detector(method: str) -> Detector:
 def fewer(detector: Detector) -> Detector:
     """With few regions, for the test's speed."""
     if detector.has_masks:
-        detector.rpn._post_nms_top_n = {"training": 100, "testing": 50}
+        detector.rpn._post_nms_top_n = {"training": 80, "testing": 30}
         for stage in detector.stages:
-            stage.sampler.batch_size_per_image = 48
+            stage.sampler.batch_size_per_image = 32
     return detector
 
 
@@ -203,6 +203,8 @@ def test_errors_are_sentences(detector: Detector) -> None:
         detector([image])
     with pytest.raises(ValueError, match="1 images came with 2 targets"):
         detector(image, [SCENE, SCENE])
+    with pytest.raises(ValueError, match="1 images came with 2 sizes"):
+        detector(image, sizes=[SIZE, SIZE])
     with pytest.raises(ValueError, match=r"labels run from 1 to 5 where 0 to 4 are possible"):
         detector(image, [{**SCENE, "labels": torch.tensor([1, 5])}])
     with pytest.raises(ValueError, match="2 boxes and 1 labels"):

@@ -57,6 +57,10 @@ class Detector(nn.Module):
         batch = collect(images, self.backbone.strides[-1])
         if targets is not None:
             targets = clean(targets, batch.image_sizes, self.num_classes, self.has_masks, batch.tensors.device)
+        if sizes is not None and len(sizes) != len(batch.image_sizes):
+            raise ValueError(
+                f"{len(batch.image_sizes)} images came with {len(sizes)} sizes; there must be one for each"
+            )
         features = self.neck(self.backbone(batch.tensors))
         if targets is not None:
             return self.losses(features, batch, targets)
