@@ -122,10 +122,11 @@ class Segmenter(nn.Module):
 
 
 def resize(x: Tensor, size: tuple[int, int] | torch.Size) -> Tensor:
-    """Bilinear resizing of (B, C, h, w), corners not aligned."""
-    if tuple(x.shape[-2:]) == tuple(size):
-        return x
-    return F.interpolate(x, size=(int(size[0]), int(size[1])), mode="bilinear", align_corners=False)
+    """Bilinear resizing of (B, C, h, w), corners not aligned.
+
+    Whether the size changes at all is not asked: an exported model would be bound to the answer.
+    """
+    return F.interpolate(x, size=(size[0], size[1]), mode="bilinear", align_corners=False)
 
 
 def segmentation_loss(logits: Tensor, target: Tensor) -> Tensor:

@@ -40,9 +40,13 @@ class SemanticFPNHead(nn.Module):
         sizes = [x.shape[-2:] for x in maps]
         total: Tensor | None = None
         for i, (convs, x) in enumerate(zip(self.levels, maps, strict=True)):
-            for j, conv in enumerate(convs.children()):
-                x = resize(conv(x), sizes[max(i - j - 1, 0)])
-            x = resize(x, sizes[0])
+            for conv in convs.children():
+                x = conv(x)
+                if i > 0:
+                    i -= 1
+                    x = resize(x, sizes[i])
+            if i > 0:
+                x = resize(x, sizes[0])
             total = x if total is None else total + x
         return self.classifier(total)
 

@@ -70,7 +70,8 @@ class UperHead(nn.Module):
         for i in range(len(sums) - 1, 0, -1):
             sums[i - 1] = sums[i - 1] + resize(sums[i], sums[i - 1].shape[-2:])
         outputs = [output(x) for output, x in zip(self.output, sums[:-1], strict=True)] + [sums[-1]]
-        return self.classifier(self.fuse(torch.cat([resize(x, sums[0].shape[-2:]) for x in outputs], dim=1)))
+        resized = [resize(x, sums[0].shape[-2:]) for x in outputs[1:]]
+        return self.classifier(self.fuse(torch.cat([outputs[0], *resized], dim=1)))
 
 
 class UperNet(Segmenter):

@@ -6,7 +6,7 @@ import torch
 from timm.layers import to_2tuple
 from torch import Tensor
 
-from tokamix.dense.segmenter import resize
+from tokamix.dense.segmenter import resize as interpolate
 
 Model = Callable[[Tensor], Tensor]  # images (B, 3, H, W) -> logits (B, K, H, W)
 Sides = int | tuple[int, int]
@@ -37,13 +37,13 @@ def segment(
     """
     if not scales or min(scales) <= 0:
         raise ValueError(f"scales must be one or more positive numbers, got {tuple(scales)}")
-    size = tuple(images.shape[-2:]) if size is None else size  # type: ignore[assignment]
+    wanted = tuple(images.shape[-2:]) if size is None else size
     total: Tensor | None = None
     for scale in scales:
-        scaled = resize(images, tuple(max(round(side * scale), 1) for side in images.shape[-2:]))  # type: ignore[arg-type]
+        scaled = _resize(images, tuple(max(round(side * scale), 1) for side in images.shape[-2:]))
         for mirrored in (False, True) if flip else (False,):
             logits = _logits(model, scaled.flip(-1) if mirrored else scaled, window, stride)
-            logits = resize(logits.flip(-1) if mirrored else logits, size).float()  # type: ignore[arg-type]
+            logits = _resize(logits.flip(-1) if mirrored else logits, wanted).float()
             total = _add(total, logits.softmax(1))
     assert total is not None
     return total / (len(scales) * (1 + flip))
@@ -86,6 +86,11 @@ def _starts(side: int, window: int, stride: int) -> list[int]:
 
 def _logits(model: Model, images: Tensor, window: Sides | None, stride: Sides | None) -> Tensor:
     return model(images) if window is None else slide(model, images, window, stride)
+
+
+def _resize(x: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Bilinear resizing of (B, C, h, w) where the size differs."""
+    return x if tuple(x.shape[-2:]) == tuple(size) else interpolate(x, (size[0], size[1]))
 
 
 def _add(total: Tensor | None, part: Tensor) -> Tensor:
