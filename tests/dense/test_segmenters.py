@@ -189,7 +189,7 @@ def test_learns_one_picture(method: str) -> None:
     target = (images[:, 0] > 0).long()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     first = last = None
-    for _ in range(25):
+    for _ in range(20):
         loss = sum(model(images, target).values())
         optimizer.zero_grad()
         loss.backward()
@@ -226,26 +226,24 @@ def test_contract() -> None:
         assert model.backbone.body.stages[0].grad_checkpointing
 
 
-SHALLOW = TINY | {"depths": (1, 1, 1, 1)}
-
-
 @pytest.mark.parametrize("method", SEGMENTERS)
 @torch.no_grad()
 def test_compiles_without_a_break(method: str) -> None:
-    model = create_segmenter(method, ATMNet(**SHALLOW), 3, width=8).eval()
+    model = create_segmenter(method, "resnet10t", 3, width=8).eval()
     images = torch.randn(1, 3, 64, 70)
     torch.testing.assert_close(
         torch.compile(model, fullgraph=True, backend="eager", dynamic=False)(images), model(images)
     )
 
 
+@pytest.mark.parametrize("method", SEGMENTERS)
 @torch.no_grad()
-def test_export_takes_other_sizes() -> None:
-    """Sides are free among the multiples of 4, which need no padding."""
-    model = create_segmenter("semantic_fpn", ATMNet(**SHALLOW), 3, width=8).eval()
+def test_export_takes_other_sizes(method: str) -> None:
+    """Sides are free among those that need no padding. (ATMNet's own export is tested with the models.)"""
+    model = create_segmenter(method, "resnet10t", 3, width=8).eval()
     free = {0: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO}
     exported = torch.export.export(model, (torch.randn(2, 3, 64, 96),), dynamic_shapes=(free,)).module()
-    for shape in ((2, 3, 64, 96), (3, 3, 100, 44)):
+    for shape in ((2, 3, 64, 96), (3, 3, 128, 64)):
         images = torch.randn(shape)
         torch.testing.assert_close(exported(images), model(images))
 
