@@ -42,7 +42,7 @@ TIMMS = {
     "deit_tiny_patch16_224": VitPyramid,
     "xcit_nano_12_p8_224": VitPyramid,
     "efficientnet_b0": nn.Identity,
-    "vgg11": nn.Identity,
+    "dla46_c": nn.Identity,  # which only features_only takes apart
 }
 
 

@@ -197,8 +197,8 @@ def split_levels(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _from_feature_list(name: str, pretrained: bool, kwargs: dict[str, Any]) -> Backbone:
     """A backbone out of one of timm's older models, which only `features_only` takes apart."""
-    reductions = create_model(name, features_only=True, device="meta").feature_info.reduction()
-    indices = [i for i, stride in enumerate(reductions) if stride >= 4]
+    info = create_model(name, features_only=True, device="meta").feature_info
+    indices = [i for i, stride in zip(info.out_indices, info.reduction(), strict=True) if stride >= 4]
     body = create_model(name, pretrained=pretrained, features_only=True, out_indices=indices, **kwargs)
     strides = body.feature_info.reduction()
     return Backbone(body, None, nn.Identity(), body.feature_info.channels(), strides, strides[-1])
