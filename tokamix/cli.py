@@ -161,8 +161,8 @@ def train(
     data: Annotated[
         str,
         typer.Option(
-            help="a folder, .npz files, digits, shapes, CIFAR100, hf:user/name, wds:...tar; to segment or detect: shapes,"
-            " or a folder with masks or COCO's annotations"
+            help="a folder, .npz files, digits, shapes, CIFAR100, hf:user/name, wds:...tar; to segment or detect:"
+            " shapes, or a folder with masks or COCO's annotations"
         ),
     ],
     model: Annotated[

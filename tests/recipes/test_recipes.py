@@ -14,7 +14,7 @@ import tokamix
 from tokamix.recipes import FOLDER, Recipe, list_recipes, load_recipe, make_recipe
 from tokamix.recipes.tables import fill, key_rows
 
-NAMES = list_recipes()
+NAMES = [name for name in list_recipes() if load_recipe(name).task == "classify"]
 OURS = {"cifar100_fast", "digits", "shapes", "small"}
 ROOT = Path(__file__).parent.parent.parent
 

@@ -65,6 +65,7 @@ def create_detector(
     *,
     neck: str = "fpn",
     width: int = 256,
+    regions: int | None = None,
     **backbone_kwargs: Any,
 ) -> Detector:
     """A detector by name.
@@ -75,11 +76,16 @@ def create_detector(
         num_classes: classes, background not counted.
         neck: "fpn" or "atm_fpn".
         width: channels of the neck and of the heads' convolutions.
+        regions: of each image that the heads of Mask R-CNN are trained on; None for the papers' 512.
         backbone_kwargs: for `make_backbone`.
     """
     if method not in DETECTORS:
         raise ValueError(f"unknown detector {method!r}: choose one of {', '.join(DETECTORS)}")
-    return DETECTORS[method](make_backbone(backbone, **backbone_kwargs), num_classes, _find_neck(neck), width)
+    if regions is not None and method == "retinanet":
+        raise ValueError(f"RetinaNet has no regions to train on {regions} of; leave `regions` out")
+    more: dict[str, Any] = {} if regions is None else {"regions": regions}
+    body = make_backbone(backbone, **backbone_kwargs)
+    return DETECTORS[method](body, num_classes, _find_neck(neck), width, **more)
 
 
 def make_neck(name: str, backbone: Backbone, **kwargs: Any) -> FPN:

@@ -242,13 +242,22 @@ class MaskRCNN(Detector):
     beta = 0.0  # where the proposals' box loss turns from a parabola into L1
     kept = 1000  # proposals of an image in training
 
-    def __init__(self, backbone: Backbone, num_classes: int, neck: Callable[..., FPN] = FPN, width: int = 256) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        num_classes: int,
+        neck: Callable[..., FPN] = FPN,
+        width: int = 256,
+        regions: int = 512,
+    ) -> None:
         levels = len(backbone.channels)
         pyramid = neck(backbone.channels, width, outs=levels + 1, extra="pool", strides=backbone.strides)
         super().__init__(backbone, pyramid, num_classes)
         strides = self.neck.strides
         self.rpn = ProposalNetwork(width, strides, self.beta, self.kept)
         self.stages = nn.ModuleList(self.make_stages(num_classes, width, strides[:levels]))
+        for stage in self._stages():
+            stage.sampler.batch_size_per_image = regions
 
     def make_stages(self, num_classes: int, width: int, strides: tuple[int, ...]) -> Iterable[Stage]:
         """The rounds that regions go through."""

@@ -120,7 +120,8 @@ def contact_sheet(
     """Pictures in rows under the titles of their columns, and what colours mean below."""
     gap, font = 8, _font(15)
     head = 30
-    heights = [max(1, max(_fitted(p, side).height for p in row)) for row in rows]
+    small = [[_fitted(picture, side) for picture in row] for row in rows]
+    heights = [max(picture.height for picture in row) for row in small]
     width = gap + len(titles) * (side + gap)
     places, foot = _flow(legend, width - gap, font)
     below = head + sum(heights) + gap * len(rows)
@@ -132,10 +133,9 @@ def contact_sheet(
     for column, title in enumerate(titles):
         draw.text((gap + column * (side + gap), 6), title, INK, font)
     top = head
-    for row, height in zip(rows, heights, strict=True):
+    for row, height in zip(small, heights, strict=True):
         for column, picture in enumerate(row):
-            small = _fitted(picture, side)
-            sheet.paste(small, (gap + column * (side + gap) + (side - small.width) // 2, top))
+            sheet.paste(picture, (gap + column * (side + gap) + (side - picture.width) // 2, top))
         top += height + gap
     return sheet
 

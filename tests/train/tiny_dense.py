@@ -1,0 +1,47 @@
+"""Dense runs of a few seconds: a handful of generated scenes, a tiny body, recipes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tokamix.data.scenes import SceneData
+from tokamix.data.shapes import Shapes, ShapeScenes
+from tokamix.recipes import Recipe
+from tokamix.train import RunResult, train
+
+SEGMENT = Recipe(
+    name="tiny_segment",
+    task="segment",
+    method="semantic_fpn",
+    method_kwargs={"width": 16, "neck_width": 16},
+    model="test_resnet",
+    iterations=6,
+    eval_every=3,
+    batch_size=4,
+    lr=5e-3,
+    min_lr=0.0,
+    schedule="poly",
+    warmup_iterations=0,
+    crop_size=32,
+    clip_grad=1.0,
+    interpolation="bilinear",
+)
+DETECT = replace(SEGMENT, name="tiny_detect", task="detect", method="retinanet", method_kwargs={"width": 16})
+RECIPES = {"segment": SEGMENT, "detect": DETECT}
+
+
+def tiny_scenes(task: str, train: int = 10, val: int = 5, side: int = 32) -> SceneData:
+    """A few scenes; the first validation scenes are the training's where `val` is 0."""
+    counts = {"a": train, "b": val} if val else {"a": train}
+    parts = [ShapeScenes(Shapes(count, side, part=part, large=2), task) for part, count in counts.items()]
+    return SceneData("tiny scenes", parts[0], parts[-1], parts[0].classes)
+
+
+def run(task: str, output: Path, data: Any = None, **settings: Any) -> RunResult:
+    """Train; settings of the recipe and arguments of `train` may both be given."""
+    recipe = RECIPES[task]
+    values = {key: value for key, value in settings.items() if key in recipe.to_dict()}
+    others = {key: value for key, value in settings.items() if key not in values}
+    model = others.pop("backbone", None)
+    common = {"quiet": True, "device": "cpu", **others}
+    return train(model, data or tiny_scenes(task), replace(recipe, **values), output, **common)
