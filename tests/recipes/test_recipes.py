@@ -144,7 +144,7 @@ def test_models_build(name: str) -> None:
     ("setting", "message"),
     [
         ("epoch=3", "there is no key 'epoch'; did you mean epochs?"),
-        ("wisdom=3", r"there is no key 'wisdom'; the keys are name, source"),
+        ("qqq=3", r"there is no key 'qqq'; the keys are name, source"),
         ("epochs=many", "epochs is 'many', but must be a whole number of at least 1"),
         ("epochs=0", "epochs is 0, but must be a whole number of at least 1"),
         ("epochs=1.5", r"epochs is 1\.5, but must be a whole number"),

@@ -332,7 +332,7 @@ def load_recipe(
     values = {"name": path.stem} | _read(path, ())
     overrides = load_overrides(overrides)
     _take_row(values, model or overrides.get("model"))
-    if "epochs" in overrides and values.get("iterations") and overrides.get("iterations", 1) is not None:
+    if "epochs" in overrides and values.get("iterations") and overrides.get("iterations", 1) not in (None, "none"):
         raise ValueError(
             f"recipe {values['name']}: it has {values['iterations']} iterations, not epochs; set iterations=..., or"
             " iterations=none and eval_every=none as well"
