@@ -4,6 +4,7 @@ import logging
 import os
 import random
 import signal
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,16 @@ def test_workers_change_nothing(folder: Path) -> None:
     next(iterator)  # left in the middle
     del iterator
     assert same(alone, list(loader.epoch(1)))
+
+
+@pytest.mark.parametrize("name", ["crop", "strong"])
+def test_onward_is_epoch_after_epoch(dataset: Dataset, folder: Path, name: str) -> None:
+    values, data = RECIPES[name], open_data(str(folder)).train
+    workers = make_loader(data, values, train=True, batch_size=8, workers=2)
+    for made, loader in ((dataset, make_loader(dataset, values, train=True, batch_size=8)), (data, workers)):
+        after = [batches(made, values, epoch) for epoch in (1, 2, 3)]
+        expected = [*after[0][1:], *after[1], *after[2][:1]]
+        assert same(list(islice(loader.onward(1, start=1), len(expected))), expected)
 
 
 def test_each_picture_comes_once_an_epoch(dataset: Dataset) -> None:

@@ -16,6 +16,7 @@ from tests.train.test_resume import Stop, stop_at
 from tests.train.tiny import assert_same_bits, tiny_data
 from tests.train.tiny import run as run_classifier
 from tests.train.tiny_dense import DETECT, SEGMENT, run, tiny_scenes
+from tokamix.data import Loader
 from tokamix.dense.saved import load_dense
 from tokamix.evaluate.dense import evaluate_dense
 from tokamix.train import train
@@ -217,6 +218,8 @@ def test_rounds() -> None:
         def epoch(self, number: int, start: int = 0):
             self.started.append((number, start))
             yield from ((number, step) for step in range(start, 3))
+
+        onward = Loader.onward
 
     rounds = Rounds(Three(), 5)  # type: ignore[arg-type]
     assert len(rounds) == 5

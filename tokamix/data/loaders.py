@@ -177,6 +177,12 @@ class Loader(ABC):
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Batches (images (B, C, H, W) normalised, labels (B,)) of an epoch, from step `start` on."""
 
+    def onward(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """Batches of this epoch, from step `start` on, and of all that follow it."""
+        while True:
+            yield from self.epoch(epoch, start)
+            epoch, start = epoch + 1, 0
+
     def order(self, epoch: int) -> Tensor:
         """Which picture stands at each position of an epoch."""
         if not self.train:
@@ -298,17 +304,25 @@ class Worker(Loader):
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
         """Batches of an epoch, from step `start` on."""
-        self.batches.epoch, self.batches.start = number, start
-        decoded = ((step, parts) for step, parts in enumerate(self._checked(self.loader), start) if len(parts[0]))
+        return self._on_device(number, start, endless=False)
+
+    def onward(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """Batches of this epoch, from step `start` on, and of all that follow it: the workers never pause."""
+        return self._on_device(epoch, start, endless=True)
+
+    def _on_device(self, epoch: int, start: int, endless: bool) -> Iterator[Any]:
+        self.batches.epoch, self.batches.start, self.batches.endless = epoch, start, endless
+        numbered = enumerate(self._checked(self.loader), epoch * len(self) + start)
+        decoded = ((divmod(number, len(self)), parts) for number, parts in numbered if len(parts[0]))
         if self.device.type != "cuda":
-            for step, parts in decoded:
-                yield self._finished(number, step, *parts)
+            for moment, parts in decoded:
+                yield self._finished(*moment, *parts)
             return
         stream = torch.cuda.Stream(self.device)
         ready: Any = None
-        for step, parts in decoded:
+        for moment, parts in decoded:
             with torch.cuda.stream(stream):
-                following = self._finished(number, step, *parts)
+                following = self._finished(*moment, *parts)
             if ready is not None:
                 yield ready
             torch.cuda.current_stream(self.device).wait_stream(stream)
@@ -335,7 +349,8 @@ class Worker(Loader):
                         _log.warning("skipped: %s", problem)
                         self.skipped[name] = problem
                 if self.train and not len(parts[0]):
-                    raise DataError(f"no picture of a whole batch can be decoded: {next(iter(problems.values()))}")
+                    reason = next(iter(problems.values()), "the data ended before its length")
+                    raise DataError(f"no picture of a whole batch can be decoded: {reason}")
                 yield parts
         except RuntimeError as error:
             if "DataLoader worker" in str(error):
@@ -351,20 +366,27 @@ class _Batches:
 
     def __init__(self, loader: Worker) -> None:
         # with a circle of references, workers would outlive their loader, and each be waited for
-        self.loader, self.epoch, self.start = weakref.proxy(loader), 0, 0
+        self.loader, self.epoch, self.start, self.endless = weakref.proxy(loader), 0, 0, False
 
     def __iter__(self) -> Iterator[list[tuple[int, int, Any]]]:
+        epoch, start = self.epoch, self.start
+        yield from self._of(epoch, start)
+        while self.endless:
+            epoch += 1
+            yield from self._of(epoch, 0)
+
+    def _of(self, epoch: int, start: int) -> Iterator[list[tuple[int, int, Any]]]:
         loader, dataset = self.loader, self.loader.dataset
         if isinstance(dataset, Stream):
-            read = dataset.read(loader.recipe.seed, self.epoch, loader.rank, loader.world, shuffle=loader.train)
+            read = dataset.read(loader.recipe.seed, epoch, loader.rank, loader.world, shuffle=loader.train)
             for step in range(len(loader)):
-                batch = [(self.epoch, p, item) for p, item in zip(loader.positions(step), read, strict=False)]
-                if step >= self.start:
+                batch = [(epoch, p, item) for p, item in zip(loader.positions(step), read, strict=False)]
+                if step >= start:
                     yield batch
             return
-        order = loader.order(self.epoch)
-        for step in range(self.start, len(loader)):
-            yield [(self.epoch, p, int(order[p])) for p in loader.positions(step)]
+        order = loader.order(epoch)
+        for step in range(start, len(loader)):
+            yield [(epoch, p, int(order[p])) for p in loader.positions(step)]
 
     def __len__(self) -> int:
         return len(self.loader) - self.start

@@ -111,10 +111,10 @@ def _dense(
     return Plan(recipe, network, config, name, opened.name, equip)
 
 
-def in_rounds(loader: Any, recipe: Recipe) -> Any:
-    """The loader, or its batches in rounds where the recipe counts iterations."""
+def in_rounds(loader: Any, recipe: Recipe) -> Rounds:
+    """The loader's batches from one evaluation to the next: of an epoch, or so many as the recipe counts."""
     if recipe.iterations is None:
-        return loader
+        return Rounds(loader, len(loader))
     return Rounds(loader, (recipe.eval_every or recipe.iterations) * recipe.accumulate)
 
 
