@@ -16,7 +16,7 @@ from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import batched_nms, box_iou, clip_boxes_to_image, roi_align
 from torchvision.ops.poolers import LevelMapper
 
-from tokamix.dense.backbone import Backbone
+from tokamix.dense.backbone import Backbone, DenseModel
 from tokamix.dense.fpn import FPN
 
 Sizes = Sequence[tuple[int, int]]
@@ -24,7 +24,7 @@ Target = dict[str, Tensor]
 PASTED = 2**27  # values of masks that are pasted at a time
 
 
-class Detector(nn.Module):
+class Detector(DenseModel):
     """A backbone, a neck and heads; subclasses say what is learned (`losses`) and what is found (`detect`).
 
     `detector(images)` finds things; `detector(images, targets)` gives the losses, whose sum is minimised. Images are
@@ -32,7 +32,6 @@ class Detector(nn.Module):
     bottom in pixels, `labels` (n,) from 0, `masks` (n, h, w) where the method has masks, and may have `crowd` (n,).
     """
 
-    method: str
     has_masks = False
     least_score = 0.05  # a detection scores more
     overlap = 0.5  # IoU from which the better of two boxes of a class hides the other
@@ -42,7 +41,7 @@ class Detector(nn.Module):
         super().__init__()
         if num_classes < 1:
             raise ValueError(f"{self.method} needs at least one class, got {num_classes}; background is not counted")
-        self.backbone: Backbone = backbone
+        self.backbone = backbone
         self.neck: FPN = neck
         self.num_classes = num_classes
 
@@ -85,16 +84,6 @@ class Detector(nn.Module):
         boxes, scores, labels = boxes[keep], scores[keep], labels[keep]
         keep = batched_nms(boxes, scores, labels, self.overlap)[: self.most]
         return {"boxes": boxes[keep], "labels": labels[keep], "scores": scores[keep]}
-
-    @torch.jit.ignore
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute the backbone's blocks in the backward pass instead of keeping their activations."""
-        self.backbone.set_grad_checkpointing(enable)
-
-    @torch.jit.ignore
-    def no_weight_decay(self) -> set[str]:
-        """Names of the parameters that are not decayed."""
-        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
 
 
 def collect(images: Tensor | Sequence[Tensor], multiple: int) -> ImageList:

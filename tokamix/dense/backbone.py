@@ -93,6 +93,23 @@ class Backbone(nn.Module):
         return {f"body.{name}" for name in own()} & kept if callable(own) else set()
 
 
+class DenseModel(nn.Module):
+    """A network on a backbone: a segmenter or a detector."""
+
+    method = ""
+    backbone: Backbone
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the backbone's blocks in the backward pass instead of keeping their activations."""
+        self.backbone.set_grad_checkpointing(enable)
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that are not decayed."""
+        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
+
+
 def make_backbone(
     model: str | nn.Module,
     *,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tokamix.dense.backbone import Backbone
+from tokamix.dense.backbone import Backbone, DenseModel
 
 IGNORE = 255  # the label of pixels that count neither in training nor in evaluation
 AUX_WEIGHT = 0.4
@@ -53,7 +53,7 @@ class AuxiliaryHead(nn.Sequential):
         super().__init__(ConvNorm(channels, width), Classifier(width, num_classes, drop))
 
 
-class Segmenter(nn.Module):
+class Segmenter(DenseModel):
     """A backbone, a neck (perhaps none) and a head; images in, logits of the same size out.
 
     `segmenter(images)` gives logits (B, K, H, W). `segmenter(images, target)` with a target (B, H, W) of class indices,
@@ -70,8 +70,6 @@ class Segmenter(nn.Module):
         aux_level: this level.
         aux_weight: weight of its loss.
     """
-
-    method = ""
 
     def __init__(
         self,
@@ -109,16 +107,6 @@ class Segmenter(nn.Module):
         """Logits of the padded images -> logits of the images."""
         logits = resize(logits, padded.shape[-2:])
         return logits[..., : images.shape[-2], : images.shape[-1]]
-
-    @torch.jit.ignore
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute the backbone's blocks in the backward pass instead of keeping their activations."""
-        self.backbone.set_grad_checkpointing(enable)
-
-    @torch.jit.ignore
-    def no_weight_decay(self) -> set[str]:
-        """Names of the parameters that are not decayed."""
-        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
 
 
 def resize(x: Tensor, size: tuple[int, int] | torch.Size) -> Tensor:
