@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.dense.test_necks import TABLE_7, giga
-from tests.dense.test_sizes_detect import macs as detector_macs
+from tests.dense.test_sizes_detect import PRINTED, SIZES, macs, millions, on_meta
 from tokamix import count_macs
 from tokamix.dense import FPN, AtmFPN, create_segmenter
 
@@ -80,12 +80,22 @@ def test_page_on_segmenters() -> None:
         assert cells[4::2] == [f"{parameters / 1e6:.2f}", f"{giga:.1f}"]
 
 
+def test_page_on_detectors() -> None:
+    """Against the paper's numbers and ours, which tests/dense/test_sizes_detect.py counts."""
+    for row, size in zip(rows("Detectors"), SIZES, strict=True):
+        assert row[0] == f"atmnet_{size}"
+        for i, (method, printed) in enumerate(PRINTED.items()):
+            ours = f"{millions(on_meta(method, row[0])):.1f}", f"{macs(method, row[0]):.0f}"
+            stated = printed[SIZES.index(size)]
+            assert row[1 + 4 * i : 5 + 4 * i] == [ours[0], str(stated[0]), ours[1], str(stated[1])]
+
+
 def test_page_on_atm_fpn() -> None:
     """Each number of ours in the comparison; all are within 1.6 % of the paper's, but for the one named there."""
     table = {row[0]: [float(cell) for cell in row[1:]] for row in rows("ATMFPN")}
     labels = ("ResNet-50", "Swin-T", "ATMNet-T", "ATMNet-L")
     for label, (name, (channels, *_)) in zip(labels, TABLE_7.items(), strict=True):
-        fpn = detector_macs("mask_rcnn", name)
+        fpn = macs("mask_rcnn", name)
         necks = [giga(kind, channels, (800, 1280), outs=5, extra="pool") for kind in (FPN, AtmFPN)]
         ours = [*(semantic_fpn_giga(name, neck) for neck in ("fpn", "atm_fpn")), fpn, fpn + necks[1] - necks[0]]
         assert table[label][::2] == [round(total, 1) for total in ours]
