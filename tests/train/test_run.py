@@ -279,6 +279,38 @@ def test_cuda_graphs_change_nothing_but_rounding(tmp_path: Path, settings: dict)
     assert compiled[-1] < 0.7 * compiled[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("atmnet_xtiny", 8), ("stvit_small", 4), ("xcit_nano_12_p16_sima", 3), ("deit_tiny_cb", 1)]
+)
+def test_compiled_blocks(name: str, kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph for each kind of block, whole, in training and again in evaluation; the same outputs and gradients."""
+    model = tokamix.create_model(name, num_classes=5, img_size=64) if "deit" in name else tokamix.create_model(name)
+    images, graphs = torch.randn(2, 3, 64, 64), []
+
+    def outcome() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        model.zero_grad()
+        model.eval()(images).square().sum().backward()
+        with torch.no_grad():
+            return model(images), [p.grad for p in model.parameters() if p.grad is not None]
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    expected = outcome()
+    real = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda self, dynamic, mode: real(self, backend=count, dynamic=dynamic, fullgraph=True),
+    )
+    torch._dynamo.reset()
+    compile_blocks(model, graphs=False)
+    torch.testing.assert_close(outcome(), expected, rtol=1e-3, atol=1e-5)
+    assert len(graphs) == 2 * kinds
+    torch._dynamo.reset()
+
+
 def test_stochastic_depth_of_compiled_blocks() -> None:
     """It drops the share of images that it says, and keeps the mean."""
     model = tokamix.create_model("columnar_tiny_softmax", img_size=32, depth=3, drop_path_rate=0.5)

@@ -6,6 +6,8 @@ import torch
 from timm.layers import DropPath
 from torch import Tensor, nn
 
+KINDS = 64  # of blocks, at most
+
 
 def compile_blocks(model: nn.Module, graphs: bool) -> None:
     """Compile every block of a model in place, or the whole of a model that has none; names stay.
@@ -18,6 +20,8 @@ def compile_blocks(model: nn.Module, graphs: bool) -> None:
     for layer in model.modules():
         if type(layer) is DropPath:
             _as_tensor(layer, next(model.parameters()).device)
+    # Dynamo gives up after 8 graphs of one function; a pyramid has as many kinds of blocks, and evaluates them besides
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, KINDS)
     if graphs:  # which take the blocks of one pass for passes of their own otherwise, and write over what they gave
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
     for block in list(chain.from_iterable(repeated_blocks(model))) or [model]:
