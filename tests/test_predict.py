@@ -1,6 +1,9 @@
 """`tokamix predict`: what is written, what is drawn, and pictures that cannot be read."""
 
+import gc
 import json
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +14,8 @@ from typer.testing import CliRunner
 
 from tests.train.tiny_dense import run, tiny_scenes
 from tokamix.cli import app
-from tokamix.predict import Prediction, class_map, find_pictures, load_predictor, predict, read_picture
+from tokamix.data.scene_transforms import shown
+from tokamix.predict import Prediction, Predictor, class_map, find_pictures, load_predictor, predict, read_picture
 from tokamix.predict.draw import Things, class_colours, class_picture, colour, draw_segmentation, draw_things
 
 
@@ -106,6 +110,12 @@ def test_pictures_that_cannot_be_read(segmenter: Path, pictures: Path, tmp_path:
     assert "Traceback" not in out
     assert (tmp_path / "out" / "d_overlay.png").is_file()
     assert not (tmp_path / "out" / "bad_overlay.png").exists()
+    nothing = tmp_path / "nothing"
+    out = call("predict", str(tmp_path / "gone.png"), "--run", str(segmenter), "--output", str(nothing), code=1)
+    assert "gone.png does not exist" in out
+    assert "nothing was done" in out
+    assert "everything is in" not in out
+    assert not nothing.exists()
     (tmp_path / "empty").mkdir()
     assert "holds no picture" in call("predict", str(tmp_path / "empty"), "--run", str(segmenter), code=1)
     assert "there is no run" in call("predict", str(pictures), "--run", str(tmp_path / "none"), code=1)
@@ -137,11 +147,71 @@ def test_the_pages_lines(detector: Path, pictures: Path, monkeypatch: pytest.Mon
 
 
 def test_names_do_not_collide(segmenter: Path, pictures: Path, tmp_path: Path) -> None:
+    """Files of one name get numbers, and none that another file has in its own name."""
     (tmp_path / "more").mkdir()
-    (tmp_path / "more" / "a.jpg").write_bytes((pictures / "b.jpg").read_bytes())
+    more = [tmp_path / "more" / name for name in ("A.jpg", "a.jpg", "a_2.jpg")]
+    for file in more:
+        file.write_bytes((pictures / "b.jpg").read_bytes())
     predict(segmenter, [pictures / "a.png", tmp_path / "more"], tmp_path / "out", device="cpu")
-    assert {p.name for p in (tmp_path / "out").glob("*_overlay.png")} == {"a_overlay.png", "a_2_overlay.png"}
-    assert find_pictures([tmp_path / "more"]) == [tmp_path / "more" / "a.jpg"]
+    names = {p.name.removesuffix("_overlay.png") for p in (tmp_path / "out").glob("*_overlay.png")}
+    assert names == {"a", "A_2", "a_3", "a_2_2"}
+    assert find_pictures([tmp_path / "more"]) == more
+
+
+def test_masks_are_not_kept(detector: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is seen in a picture is gone when the next but one is looked at, of segmenters and detectors."""
+    alive: list[weakref.ref] = []
+    kept: list[int] = []
+    real = Predictor.__call__
+
+    def watched(self: Predictor, picture: torch.Tensor) -> Prediction:
+        gc.collect()
+        kept.append(sum(one() is not None for one in alive))
+        alive.append(weakref.ref(found := real(self, picture)))
+        return found
+
+    monkeypatch.setattr(Predictor, "__call__", watched)
+    predict(detector, [pictures], tmp_path / "out", device="cpu")
+    assert len(kept) == 5
+    assert max(kept) <= 1
+
+
+def test_a_prediction_that_fails(detector: Path, pictures: Path, tmp_path: Path) -> None:
+    """Nothing of what was done before is lost, and no half of a file is left."""
+
+    def say(text: str) -> None:
+        if "c.webp" in text:
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        predict(detector, [pictures], tmp_path / "out", device="cpu", say=say)
+    told = json.loads((tmp_path / "out" / "detections.json").read_text())
+    assert [Path(image["file_name"]).name for image in told["images"]] == ["a.png", "b.jpg", "c.webp"]
+    assert not list((tmp_path / "out").glob("*.part"))
+
+
+def test_many_classes(tmp_path: Path) -> None:
+    """More classes than a palette has make a picture of 16 bits."""
+    labels = torch.tensor([[0, 255, 256], [3, 365, 1]])
+    class_picture(labels, [str(i) for i in range(366)]).save(tmp_path / "a.png")
+    with Image.open(tmp_path / "a.png") as picture:
+        assert picture.mode == "I;16"
+        assert np.array_equal(np.array(picture), labels.numpy())
+    assert class_picture(labels.clamp(max=254), [str(i) for i in range(255)]).mode == "P"
+
+
+def test_pictures_are_seen_as_in_evaluation(segmenter: Path) -> None:
+    """To the pixel, also a single column, with which torch has a fault of its own."""
+    predictor = load_predictor(segmenter, "cpu")
+    predictor.recipe = replace(predictor.recipe, scale=(400, 40))
+    mean, std = (torch.tensor(predictor.config[key])[:, None, None] for key in ("mean", "std"))
+    for size in ((800, 1), (50, 70), (7, 90)):
+        image = torch.randint(256, (3, *size), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+        scene = replace(tiny_scenes("detect").train.scene(0), image=image, masks=None)
+        expected = (shown(scene, predictor.recipe).image.float() / 255 - mean) / std
+        seen = predictor._seen(image)
+        assert seen.shape == expected.shape
+        assert (seen - expected).abs().max() < 1e-6
 
 
 def test_eval_of_a_run(segmenter: Path) -> None:
@@ -152,6 +222,21 @@ def test_eval_of_a_run(segmenter: Path) -> None:
     assert "unknown" not in out
     wrong = call("eval", str(segmenter), "--data", "shapes:32", "--device", "cpu", "--set", "lr=1", code=1)
     assert "lr has no part in evaluation" in wrong
+    wrong = call("eval", str(segmenter), "--data", "shapes:32", "--image-size", "7", code=1)
+    assert "--image-size is for classifiers" in wrong
+    assert "holds a segmenter; use --set scale=[1333,800]" in wrong
+    wrong = call("eval", str(segmenter), "--data", "shapes:32", "--model", "nonsense", code=1)
+    assert "--model is for classifiers" in wrong
+    weights = str(segmenter / "model.safetensors")
+    assert f"is a file; give the run's folder, {segmenter}" in call("eval", weights, "--data", "shapes:32", code=1)
+    assert "is a file; give the run's folder" in call("predict", "a.png", "--run", weights, code=1)
+
+
+def test_eval_of_a_detector(detector: Path) -> None:
+    """What only segmenters do is refused."""
+    for setting in ("test_flip=true", "test_scales=[0.5,1]", "window=64"):
+        wrong = call("eval", str(detector), "--data", "shapes:32", "--device", "cpu", "--set", setting, code=1)
+        assert f"task detect does not know {setting.partition('=')[0]}; leave it out" in wrong
 
 
 def test_train_by_command(tmp_path: Path) -> None:
@@ -195,8 +280,6 @@ def test_drawing() -> None:
     assert len({colour(i) for i in range(200)}) == 200
     palette = class_picture(labels, classes)
     assert (palette.getpixel((30, 20)), palette.getpixel((30, 0))) == (2, 255)
-    with pytest.raises(ValueError, match="has room for 255 classes, not 256"):
-        class_picture(labels, [str(i) for i in range(256)])
 
 
 def test_better_things_hide_others() -> None:

@@ -244,13 +244,24 @@ def eval_(
     workers: Annotated[int, typer.Option(help="processes that decode images")] = min(8, os.cpu_count() or 1),
     corrupt: Annotated[Literal["raise", "skip"], typer.Option(help="what to do with undecodable pictures")] = "raise",
 ) -> None:
-    """Measure the accuracy of a run, a checkpoint or a pretrained model."""
-    with _plain_errors():
+    """Measure the accuracy of a run, a checkpoint or a pretrained model.
+
+    On many GPUs: torchrun --nproc-per-node 8 -m tokamix.cli eval ...
+    """
+    from tokamix.processes import together
+
+    with _plain_errors(), together(device) as rank:
         from tokamix.dense.saved import read_config
         from tokamix.evaluate import evaluate
 
-        if read_config(source):
-            _eval_dense(source, data, set_ or (), batch_size or 1, device, workers, corrupt)
+        if config := read_config(source):
+            for option, given in (("--model", model), ("--image-size", image_size)):
+                if given is not None:
+                    cure = "leave it out" if option == "--model" else "use --set scale=[1333,800]"
+                    raise ValueError(f"{option} is for classifiers, and {source} holds a {config['task']}er; {cure}")
+            dense = _eval_dense(source, data, set_ or (), batch_size or 1, device, workers, corrupt)
+            if rank == 0:
+                console.print(dense)
             return
         if set_:
             raise ValueError(f"--set is for segmenters and detectors, which {source} does not hold")
@@ -264,7 +275,8 @@ def eval_(
             workers=workers,
             corrupt=corrupt,
         )
-        console.print(f"top-1 {found['top1']:.2f} %  top-5 {found['top5']:.2f} %  loss {found['loss']:.4f}")
+        if rank == 0:
+            console.print(f"top-1 {found['top1']:.2f} %  top-5 {found['top5']:.2f} %  loss {found['loss']:.4f}")
 
 
 def _eval_dense(
@@ -275,8 +287,8 @@ def _eval_dense(
     device: str | None,
     workers: int,
     corrupt: Literal["raise", "skip"],
-) -> None:
-    """Print a segmenter's or detector's numbers: one line, then the classes or sizes."""
+) -> Table:
+    """A segmenter's or detector's numbers: one line, then the classes or sizes."""
     from tokamix.evaluate.dense import evaluate_dense
 
     reading: dict[str, Any] = {"batch_size": batch_size, "device": device, "workers": workers, "corrupt": corrupt}
@@ -287,7 +299,7 @@ def _eval_dense(
     for key, value in found.items():
         kind, _, name = key.partition("/")
         table.add_row(f"IoU of {name}" if kind == "iou" else METRICS.get(key, key.replace("_", " ")), f"{value:.2f} %")
-    console.print(table)
+    return table
 
 
 @app.command()
@@ -300,16 +312,19 @@ def predict(
 ) -> None:
     """Segment pictures, or find things in them: overlays, classes of pixels, and detections in COCO's form."""
     with _plain_errors():
+        from tokamix.predict import find_pictures
         from tokamix.predict import predict as run_predict
 
         def say(text: str) -> None:
             console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-        problems = run_predict(run, images, output, device=device, score=score, say=say)
+        found = find_pictures(images)
+        problems = run_predict(run, found, output, device=device, score=score, say=say)
         errors = Console(stderr=True)
         for problem in problems:
             errors.print(f"[bold red]error:[/] {escape(problem)}", highlight=False, soft_wrap=True)
-        console.print(f"everything is in {output}", highlight=False, soft_wrap=True)
+        done = "nothing was done" if len(problems) == len(found) else f"everything is in {output}"
+        console.print(done, highlight=False, soft_wrap=True)
         if problems:
             raise typer.Exit(1)
 

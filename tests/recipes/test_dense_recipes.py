@@ -131,6 +131,7 @@ def test_rows_of_ones_own(tmp_path: Path) -> None:
         load_recipe(path)
 
 
+DETECT = "task: detect\nmethod: retinanet\nbatch_size: 4\n"
 SEGMENT = "task: segment\nmethod: upernet\ncrop_size: 32\nbatch_size: 4\n"
 
 
@@ -144,7 +145,12 @@ SEGMENT = "task: segment\nmethod: upernet\ncrop_size: 32\nbatch_size: 4\n"
         (SEGMENT + "mixup: 0.8\n", "task segment does not know mixup; leave it out"),
         (SEGMENT + "eval_every: 10\n", "eval_every 10 counts iterations; set `iterations` too"),
         (SEGMENT + "iterations: 25\neval_every: 10\n", "iterations 25 cannot be divided by eval_every 10"),
-        (SEGMENT + "iterations: 25\nwarmup_iterations: 25\n", "warmup_iterations 25 leaves nothing of iterations 25"),
+        (SEGMENT + "iterations: 25\nwarmup_iterations: 25\n", "25 leaves .* 25; .* --set warmup_iterations=0"),
+        (SEGMENT + "scales: [480, 512]\n", "task segment does not know scales; leave it out"),
+        (DETECT + "test_flip: true\n", "task detect does not know test_flip; leave it out"),
+        (DETECT + "test_scales: [0.5, 1]\n", "task detect does not know test_scales; leave it out"),
+        (DETECT + "window: 64\n", "task detect does not know window; leave it out"),
+        (DETECT + "scale_range: [0.5, 2]\n", "task detect does not know scale_range; leave it out"),
         (SEGMENT + "schedule: step\n", r"milestones \[\] do not go with schedule step"),
         (SEGMENT + "milestones: [3]\n", r"milestones \[3\] do not go with schedule cosine"),
         (SEGMENT + "schedule: step\nmilestones: [30, 60]\n", r"must rise and stay below the 50 epochs"),

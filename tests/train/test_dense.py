@@ -269,7 +269,7 @@ def test_what_cannot_be_trained(tmp_path: Path) -> None:
         run("segment", tmp_path, fsdp=True)
     boxes = tiny_scenes("detect")
     boxes.train.has_masks = False
-    with pytest.raises(ValueError, match="mask_rcnn learns masks, but tiny scenes has boxes alone"):
+    with pytest.raises(ValueError, match="mask_rcnn learns masks, but the annotations have boxes alone"):
         run("detect", tmp_path, boxes, **MASKS)
     with pytest.raises(ValueError, match="10 training pictures do not fill one batch of 16"):
         run("segment", tmp_path, batch_size=16)

@@ -15,16 +15,23 @@ _log = logging.getLogger("tokamix")
 Config = dict[str, Any]
 
 
-def read_config(folder: str | Path) -> Config | None:
-    """config.json of a folder that holds a segmenter or a detector; None where it holds something else."""
-    path = Path(folder) / "config.json"
+def read_config(source: str | Path) -> Config | None:
+    """config.json of a folder, or beside a file, that holds a segmenter or a detector; None where it does not."""
+    told = config_of(source)
+    return told if "method" in told else None
+
+
+def config_of(source: str | Path) -> Config:
+    """What a folder, or that of a file, says that it holds, timm's classifiers and ours; {} where it says nothing."""
+    source = Path(source)
+    path = (source.parent if source.is_file() else source) / "config.json"
     if not path.is_file():
-        return None
+        return {}
     try:
         told = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    return told if isinstance(told, dict) and "method" in told else None
+    return told if isinstance(told, dict) else {}
 
 
 def create_dense(config: Config, **start: Any) -> Any:
@@ -42,6 +49,8 @@ def create_dense(config: Config, **start: Any) -> Any:
 def load_dense(folder: str | Path) -> tuple[Any, Config]:
     """The segmenter or detector of a run's folder with its best weights, in evaluation mode, and its config."""
     folder = Path(folder)
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file; give the run's folder, {folder.parent}")
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no run {folder}")
     config = read_config(folder)

@@ -6,26 +6,24 @@ predictor.draw("photo.jpg", prediction).save("overlay.png")
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
-from torchvision.transforms.v2 import functional as F
-from torchvision.transforms.v2.functional import InterpolationMode
 
-from tokamix.data.decode import EXTENSIONS, DataError, decode
-from tokamix.data.scene_transforms import fitted
-from tokamix.data.scenes import rle
+from tokamix.data.decode import EXTENSIONS, DataError, scene_picture, upright
+from tokamix.data.scene_transforms import shown
+from tokamix.data.scenes import Scene, rle
 from tokamix.dense.saved import Config, load_dense
 from tokamix.evaluate.dense import inference_recipe, segment_images
 from tokamix.predict.draw import Things, class_picture, draw_segmentation, draw_things
 
-ORIENTATION = 0x0112
 Picture = str | Path | Image.Image | Tensor
 
 
@@ -74,8 +72,9 @@ class Predictor:
     def _seen(self, pixels: Tensor) -> Tensor:
         """Pixels as the model was trained to see them."""
         device = next(self.model.parameters()).device
-        size = fitted((pixels.shape[-2], pixels.shape[-1]), self.recipe.scale)
-        pixels = F.resize(pixels, list(size), InterpolationMode(self.recipe.interpolation))
+        none = torch.zeros(0, 4)
+        scene = Scene(pixels, none, none[:, 0].long(), None, none[:, 0].bool(), None, image_id=0, name="")
+        pixels = shown(scene, self.recipe).image  # as in evaluation
         mean, std = (torch.tensor(self.config[key], device=device)[:, None, None] for key in ("mean", "std"))
         return (pixels.to(device).float() / 255 - mean) / std
 
@@ -108,15 +107,11 @@ def read_picture(picture: Picture) -> Tensor:
             raise ValueError(f"a picture is (3, H, W) of bytes, not {tuple(picture.shape)} of {picture.dtype}")
         return picture
     if isinstance(picture, Image.Image):
-        return pil_to_tensor(ImageOps.exif_transpose(picture).convert("RGB"))
+        return pil_to_tensor(upright(picture).convert("RGB"))
     path = Path(picture)
     if not path.is_file():
         raise DataError(f"{path} does not exist")
-    image = decode(path)
-    with Image.open(path) as raw:
-        turned = raw.getexif().get(ORIENTATION, 1)
-    image.getexif()[ORIENTATION] = turned  # what converts to RGB may lose it
-    return pil_to_tensor(ImageOps.exif_transpose(image))
+    return scene_picture(path)
 
 
 def find_pictures(paths: Iterable[str | Path]) -> list[Path]:
@@ -142,13 +137,13 @@ def predict(
     """Write what a run's model sees in pictures into a folder.
 
     NAME_overlay.png shows it; NAME_classes.png has the class of each pixel (for detections 0 is nothing, and 1 + class
-    elsewhere); detections.json has boxes, scores and masks of all pictures in COCO's form. Pictures that cannot be read
-    are left out.
+    elsewhere); detections.json has boxes, scores and masks of all pictures in COCO's form, or of those that were done
+    before something went wrong. Pictures that cannot be read are left out.
 
     Args:
         run: a run's folder, or a predictor.
         pictures: files, or folders of them.
-        output: the folder; it is made.
+        output: the folder; it is made for the first picture that can be read.
         device: default: a GPU where there is one.
         score: detections below it are left out.
         say: is told of each picture that is done.
@@ -159,26 +154,33 @@ def predict(
     files = find_pictures(pictures)
     predictor = run if isinstance(run, Predictor) else load_predictor(run, device, score)
     folder = Path(output)
-    folder.mkdir(parents=True, exist_ok=True)
     problems: list[str] = []
-    seen: list[tuple[Path, tuple[int, int], Prediction]] = []
-    for file, name in zip(files, _names(files), strict=True):
-        try:
-            pixels = read_picture(file)
-        except DataError as error:
-            problems.append(str(error))
-            continue
-        prediction = predictor(pixels)
-        predictor.draw(pixels, prediction).save(folder / f"{name}_overlay.png")
-        labels = class_map(prediction)
-        if labels is not None:
-            classes = predictor.classes if prediction.boxes is None else ("background", *predictor.classes)
-            class_picture(labels, classes).save(folder / f"{name}_classes.png")
-        seen.append((file, (pixels.shape[-2], pixels.shape[-1]), prediction))
-        say(f"{file}: {describe(prediction, predictor.classes)}")
-    if predictor.config["task"] == "detect":
-        (folder / "detections.json").write_text(json.dumps(coco_json(seen, predictor.config)))
+    detections = Detections(predictor.config)
+    try:
+        for file, name in zip(files, _names(files), strict=True):
+            try:
+                pixels = read_picture(file)
+            except DataError as error:
+                problems.append(str(error))
+                continue
+            prediction = predictor(pixels)
+            folder.mkdir(parents=True, exist_ok=True)
+            _write_pictures(folder / name, predictor, pixels, prediction)
+            if prediction.boxes is not None:
+                detections.add(file, (pixels.shape[-2], pixels.shape[-1]), prediction)
+            say(f"{file}: {describe(prediction, predictor.classes)}")
+    finally:
+        if detections.images:
+            detections.write(folder / "detections.json")
     return problems
+
+
+def _write_pictures(stem: Path, predictor: Predictor, pixels: Tensor, prediction: Prediction) -> None:
+    predictor.draw(pixels, prediction).save(stem.with_name(f"{stem.name}_overlay.png"))
+    labels = class_map(prediction)
+    if labels is not None:
+        classes = predictor.classes if prediction.boxes is None else ("background", *predictor.classes)
+        class_picture(labels, classes).save(stem.with_name(f"{stem.name}_classes.png"))
 
 
 def class_map(prediction: Prediction) -> Tensor | None:
@@ -202,18 +204,33 @@ def describe(prediction: Prediction, classes: tuple[str, ...]) -> str:
     return ", ".join(f"{classes[i]} {100 * counts[i] / labels.numel():.0f} %" for i in order[:5])
 
 
-def coco_json(seen: Iterable[tuple[Path, tuple[int, int], Prediction]], config: Config) -> dict[str, Any]:
-    """Detections in the form of COCO's annotation files, with a score for each."""
-    ids, names = config["category_ids"], config["label_names"]
-    images: list[dict[str, Any]] = []
-    annotations: list[dict[str, Any]] = []
-    for image_id, (file, (height, width), prediction) in enumerate(seen, 1):
-        images.append({"id": image_id, "file_name": str(file), "height": height, "width": width})
+class Detections:
+    """Detections in the form of COCO's annotation files, with a score for each.
+
+    Args:
+        config: what config.json says of the model.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.ids, self.names = config["category_ids"], config["label_names"]
+        self.images: list[dict[str, Any]] = []
+        self.annotations: list[dict[str, Any]] = []
+
+    def add(self, file: Path, size: tuple[int, int], prediction: Prediction) -> None:
+        """Take down what was seen in a picture of (H, W); of its masks, the run lengths are kept."""
+        image_id = len(self.images) + 1
+        self.images.append({"id": image_id, "file_name": str(file), "height": size[0], "width": size[1]})
         for thing in _things(prediction):
-            thing["category_id"] = ids[thing["category_id"]]
-            annotations.append({"id": len(annotations) + 1, "image_id": image_id, **thing})
-    categories = [{"id": number, "name": name} for number, name in zip(ids, names, strict=True)]
-    return {"images": images, "annotations": annotations, "categories": categories}
+            thing["category_id"] = self.ids[thing["category_id"]]
+            self.annotations.append({"id": len(self.annotations) + 1, "image_id": image_id, **thing})
+
+    def write(self, path: Path) -> None:
+        """Write the file, whole or not at all."""
+        categories = [{"id": number, "name": name} for number, name in zip(self.ids, self.names, strict=True)]
+        beside = path.with_name(f".{path.name}.part")
+        with beside.open("w") as file:
+            json.dump({"images": self.images, "annotations": self.annotations, "categories": categories}, file)
+        beside.replace(path)
 
 
 def _things(prediction: Prediction) -> Iterator[dict[str, Any]]:
@@ -229,10 +246,13 @@ def _things(prediction: Prediction) -> Iterator[dict[str, Any]]:
 
 
 def _names(files: list[Path]) -> list[str]:
-    """A name for each file's results; files of one name in several folders get a number."""
-    taken: dict[str, int] = {}
-    names = []
+    """A name for each file's results; where others have it, on disks that ignore case too, a number is added."""
+    names: dict[str, str] = {}
+    copies: Counter[str] = Counter()
     for file in files:
-        taken[file.stem] = taken.get(file.stem, 0) + 1
-        names.append(file.stem if taken[file.stem] == 1 else f"{file.stem}_{taken[file.stem]}")
-    return names
+        name = file.stem
+        while name.casefold() in names:
+            copies[file.stem] += 1
+            name = f"{file.stem}_{copies[file.stem] + 1}"
+        names[name.casefold()] = name
+    return list(names.values())

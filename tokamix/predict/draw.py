@@ -46,9 +46,12 @@ def class_colours(classes: Sequence[str]) -> list[Colour]:
 
 
 def class_picture(labels: Tensor, classes: Sequence[str]) -> Image.Image:
-    """Classes of pixels (H, W) as a palette picture: the pixel's value is the class, 255 stands for no class."""
+    """Classes of pixels (H, W) as a palette picture: the pixel's value is the class, 255 stands for no class.
+
+    A palette has room for 255 classes; more of them are a grey picture of 16 bits, in which no value is kept free.
+    """
     if len(classes) > IGNORE:
-        raise ValueError(f"a palette picture has room for {IGNORE} classes, not {len(classes)}")
+        return Image.fromarray(labels.cpu().numpy().astype(np.uint16))
     picture = Image.fromarray(labels.to(torch.uint8).cpu().numpy(), mode="P")
     flat = [value for rgb in class_colours(classes) for value in rgb]
     picture.putpalette(flat + [0] * (3 * IGNORE - len(flat)) + list(PAPER))

@@ -23,6 +23,10 @@ METHODS = {
     "segment": ("semantic_fpn", "upernet"),
     "detect": ("retinanet", "mask_rcnn", "cascade_mask_rcnn"),
 }
+UNUSED = {  # what one dense task has and the other has not
+    "segment": ("scales", "crop_then_scale"),
+    "detect": ("scale_range", "cat_max", "test_scales", "test_flip", "window", "window_stride"),
+}
 AUGMENTS = ("3-augment", "3a", "augmix", "original", "rand", "v0")  # how a string of timm's auto augmentation starts
 
 
@@ -259,7 +263,8 @@ class Recipe:
             if self.iterations % self.eval_every:
                 return f"iterations {self.iterations} cannot be divided by eval_every {self.eval_every}"
         if self.iterations and (self.warmup_iterations or 0) >= self.iterations:
-            return f"warmup_iterations {self.warmup_iterations} leaves nothing of iterations {self.iterations}"
+            words = f"warmup_iterations {self.warmup_iterations} leaves nothing of iterations {self.iterations}"
+            return f"{words}; set it lower, as by --set warmup_iterations=0"
         if (self.schedule == "step") != bool(self.milestones):
             return f"milestones {list(self.milestones)} do not go with schedule {self.schedule}: step needs them alone"
         if list(self.milestones) != sorted({m for m in self.milestones if m < total}):
@@ -274,6 +279,7 @@ class Recipe:
         if self.task == "segment" and self.crop_size is None:
             return "task segment needs crop_size, the side of its training images, such as 512"
         unused = [key for key in ("mixup", "cutmix", "random_erasing", "augment", "layer_decay") if getattr(self, key)]
+        unused += [key for key in UNUSED[self.task] if getattr(self, key) != getattr(Recipe, key)]
         if unused or self.distillation != "none":
             return f"task {self.task} does not know {(unused or ['distillation'])[0]}; leave it out"
         if self.scale_range and self.scale_range[0] > self.scale_range[1]:

@@ -1,6 +1,5 @@
 """Models for a recipe and a data set: from scratch, or from weights made for other classes, channels or sizes."""
 
-import json
 import logging
 import re
 from pathlib import Path
@@ -10,9 +9,9 @@ import torch
 from timm.data import resolve_model_data_config
 from torch import nn
 
-from tokamix.checkpoint import load_checkpoint
+from tokamix.checkpoint import load_checkpoint, read_checkpoint, unwrap
 from tokamix.data.scenes import SceneData
-from tokamix.dense.saved import create_dense, load_weights
+from tokamix.dense.saved import config_of, create_dense, load_weights
 from tokamix.evaluate.accuracy import statistics
 from tokamix.evaluate.dense import inference_settings
 from tokamix.recipes import Recipe
@@ -43,7 +42,7 @@ def build_model(
         checkpoint: a file, a run's folder or `hf-hub:user/name` to start from.
         pretrained: start from timm's pretrained weights.
     """
-    told = _told(checkpoint)
+    told = config_of(checkpoint) if checkpoint is not None else {}
     if "method" in told:
         raise ValueError(f"{checkpoint} holds a {told['task']}er with {told['method']}, no classifier")
     name = _name(name, told.get("architecture"), recipe, checkpoint, pretrained)
@@ -78,10 +77,10 @@ def build_dense(
     """
     if isinstance(model, nn.Module):
         raise ValueError(f"task {recipe.task} builds its model itself; give the name of a backbone")
-    told = _told(checkpoint)
+    told = config_of(checkpoint) if checkpoint is not None else {}
     same = told.get("method") == recipe.method
     name = _name(model, told.get("architecture") or told.get("backbone"), recipe, checkpoint, pretrained)
-    known = told.get("model_args", told.get("backbone_args", {}))
+    known: dict[str, Any] = told.get("model_args") or told.get("backbone_args") or {}
     own = known if name == told.get("architecture", told.get("backbone")) else {}
     config: dict[str, Any] = {
         "task": recipe.task,
@@ -96,16 +95,16 @@ def build_dense(
         "inference": inference_settings(recipe),
     }
     torch.manual_seed(recipe.seed)
-    start = {"pretrained": pretrained, "checkpoint": None if same else checkpoint}
+    body = unwrap(read_checkpoint(checkpoint)) if checkpoint is not None and not same else None
+    if body and "method" not in told and any(parameter.startswith("backbone.body.") for parameter in body):
+        _log.warning("%s says nothing of its method: the backbone alone is taken; give the run's folder", checkpoint)
+    start = {"pretrained": pretrained, "checkpoint": body}
     try:
         network = create_dense(config, drop_path=DropPathSchedule.build_rate(recipe), **start)
     except TypeError as error:
-        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if unknown is None:
-            raise
         raise ValueError(
-            f"neither {recipe.method} nor {name} takes an argument {unknown[1]!r}; change the recipe's method_kwargs,"
-            " model_kwargs or drop_path"
+            f"neither {recipe.method} nor {name} takes an argument {_unknown(error)!r}; change the recipe's"
+            " method_kwargs, model_kwargs or drop_path"
         ) from error
     if same and checkpoint is not None:
         fresh = load_weights(network, checkpoint)
@@ -113,16 +112,16 @@ def build_dense(
             raise ValueError(f"{checkpoint} does not fit {name}: it has nothing for {len(lost)} weights as {lost[0]}")
         for parameter in fresh:
             _log.warning("%s keeps its initial values: the checkpoint has none of that shape", parameter)
-    if hasattr(network, "has_masks") and network.has_masks and not data.train.has_masks:
-        raise ValueError(f"{recipe.method} learns masks, but {data.name} has boxes alone; use --set method=retinanet")
     cfg = resolve_model_data_config(network.backbone.body)
     return network, config | {"mean": list(cfg["mean"]), "std": list(cfg["std"])}
 
 
-def _told(checkpoint: str | Path | None) -> dict[str, Any]:
-    """What the folder of a checkpoint says that it holds; timm's and ours do."""
-    config = Path(str(checkpoint)) / "config.json"
-    return json.loads(config.read_text()) if config.is_file() else {}
+def _unknown(error: TypeError) -> str:
+    """The argument that a function does not take; other errors are raised again."""
+    found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if found is None:
+        raise error
+    return found[1]
 
 
 def _name(given: str | None, told: str | None, recipe: Recipe, checkpoint: str | Path | None, pretrained: bool) -> str:
@@ -143,14 +142,12 @@ def _create(name: str, pretrained: bool, num_classes: int, arguments: dict[str, 
     try:
         return create_model(name, pretrained=pretrained, num_classes=num_classes, **drops, **arguments)
     except TypeError as error:
-        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if unknown is None:
-            raise
-        if unknown[1] == "img_size":  # a network that takes every size
+        unknown = _unknown(error)
+        if unknown == "img_size":  # a network that takes every size
             del arguments["img_size"]
             return _create(name, pretrained, num_classes, arguments, drops)
         raise ValueError(
-            f"{name} takes no argument {unknown[1]!r}; change the recipe, as by --set model_kwargs={{}}"
+            f"{name} takes no argument {unknown!r}; change the recipe, as by --set model_kwargs={{}}"
         ) from error
 
 

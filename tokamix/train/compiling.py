@@ -9,13 +9,15 @@ from torch import Tensor, nn
 KINDS = 64  # of blocks, at most
 
 
-def compile_blocks(model: nn.Module, graphs: bool) -> None:
+def compile_blocks(model: nn.Module, graphs: bool, dynamic: bool | None = False) -> None:
     """Compile every block of a model in place, or the whole of a model that has none; names stay.
 
     Args:
-        model: is run with one shape of images alone.
+        model: is changed in place.
         graphs: launch each block as one CUDA graph. Not for gradients that add up over several passes, which a graph
             writes to the same place each time, nor for those that DDP keeps in its own places.
+        dynamic: False where images have one shape alone; None where they have many, for which the second one makes a
+            graph that serves all others.
     """
     for layer in model.modules():
         if type(layer) is DropPath:
@@ -25,7 +27,7 @@ def compile_blocks(model: nn.Module, graphs: bool) -> None:
     if graphs:  # which take the blocks of one pass for passes of their own otherwise, and write over what they gave
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
     for block in list(chain.from_iterable(repeated_blocks(model))) or [model]:
-        block.compile(dynamic=False, mode="reduce-overhead" if graphs else None)
+        block.compile(dynamic=dynamic, mode="reduce-overhead" if graphs else None)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:

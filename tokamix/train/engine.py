@@ -228,7 +228,8 @@ class Engine:
             self.best_weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
         self._log(row)
         self.display.epoch(row, better)
-        picture = self.task.picture(self.model)
+        with self.ema.in_place() if prefix and self.ema else nullcontext():
+            picture = self.task.picture(self.model)
         if picture is not None and self.main:
             self.folder.add_picture(self.epoch, picture, self.best["epoch"] if self.best else self.epoch)
         self.epoch, self.step, self.sums, self.counted, self.seconds = self.epoch + 1, 0, {}, 0, 0.0

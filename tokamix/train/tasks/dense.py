@@ -1,7 +1,9 @@
 """What segmentation and detection share."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -11,10 +13,12 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms.functional import to_pil_image
 
+from tokamix.data.decode import DataError
 from tokamix.data.scenes import Scene, SceneData
 from tokamix.predict import Prediction, Predictor, draw
 from tokamix.predict.draw import Colour, contact_sheet
 from tokamix.recipes import Recipe
+from tokamix.train.compiling import compile_blocks
 from tokamix.train.tasks import Logs, Moment
 
 _log = logging.getLogger("tokamix")
@@ -32,11 +36,13 @@ class Dense:
     """
 
     metric = ""
+    masks = False  # whether the model has those of things
     shown: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, recipe: Recipe, opened: SceneData, config: dict[str, Any]) -> None:
         self.recipe, self.opened, self.config = recipe, opened, config
         self.scenes: list[Scene] | None = None
+        self.warned = False
 
     def prepare(self, model: nn.Module) -> None:
         """BatchNorm takes its statistics over all processes, for each has few of the large images; compile the body."""
@@ -45,8 +51,8 @@ class Dense:
                 nn.SyncBatchNorm.convert_sync_batchnorm(model)
             else:
                 _log.warning("BatchNorm sees the images of each process alone: PyTorch joins them on GPUs only")
-        if self.recipe.compile:
-            model.backbone.compile()  # type: ignore[union-attr]  # heads see another number of things each time
+        if self.recipe.compile:  # not the heads, which see another number of things each time
+            compile_blocks(model.backbone, graphs=False, dynamic=None)  # type: ignore[arg-type]
 
     def loss(self, model: nn.Module, images: Any, targets: Any, moment: Moment) -> tuple[Tensor, Logs]:
         """The sum of the model's losses, and each of them."""
@@ -54,10 +60,19 @@ class Dense:
         loss = torch.stack([value.float() for value in losses.values()]).sum()
         return loss, {"loss": loss, **{key: value for key, value in losses.items() if len(losses) > 1}}
 
-    def picture(self, model: nn.Module) -> Image.Image:
-        """Image, truth and prediction for the first validation images."""
+    def picture(self, model: nn.Module) -> Image.Image | None:
+        """Image, truth and prediction for the first validation images; no run ends for want of it."""
+        try:
+            return self._picture(model)
+        except Exception as error:  # whatever it is, the numbers and weights are worth more
+            if not self.warned:
+                _log.warning("there is no picture of predictions: %s: %s", type(error).__name__, error)
+            self.warned = True
+            return None
+
+    def _picture(self, model: nn.Module) -> Image.Image:
         if self.scenes is None:
-            self.scenes = [self.opened.val.scene(i) for i in range(min(SHOWN, len(self.opened.val)))]
+            self.scenes = list(islice(self._decoded(), SHOWN))
         predictor = Predictor(model, self.config, SCORE)
         rows, used = [], set()
         for scene in self.scenes:
@@ -67,6 +82,12 @@ class Dense:
             maps = [one.segmentation for one in (truth, found) if one.segmentation is not None]
             used |= {i for classes in maps for i in classes.unique().tolist()}
         return contact_sheet(rows, ("image", "truth", "prediction"), self.legend(used), side=320)
+
+    def _decoded(self) -> Iterator[Scene]:
+        """The validation scenes that can be read; who reads them all has said which cannot."""
+        for i in range(len(self.opened.val)):
+            with suppress(DataError):
+                yield self.opened.val.scene(i, masks=self.masks)
 
     def truth(self, scene: Scene) -> Prediction:
         """What a perfect model would answer."""

@@ -16,9 +16,9 @@ class Detect(Dense):
 
     def __init__(self, recipe: Recipe, opened: SceneData, config: dict[str, Any]) -> None:
         super().__init__(recipe, opened, config)
-        masks = recipe.method != "retinanet"
-        self.metric = "mask_ap" if masks else "box_ap"
-        self.shown = {"box_ap": "box AP", "mask_ap": "mask AP"} if masks else {"box_ap": "box AP"}
+        self.masks = recipe.method != "retinanet"
+        self.metric = "mask_ap" if self.masks else "box_ap"
+        self.shown = {"box_ap": "box AP", "mask_ap": "mask AP"} if self.masks else {"box_ap": "box AP"}
 
     def evaluate(self, model: nn.Module, loader: Any, batch_size: int | None = None) -> dict[str, float]:
         """Average precisions on a validation set."""
