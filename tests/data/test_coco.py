@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from pycocotools import mask as tools
 
+from tests.data.conftest import noise
 from tests.data.scene_files import CATEGORIES, content, thing, write_coco
 from tokamix.data import DataError, SceneData, open_scenes
 from tokamix.data.scenes import rle
@@ -97,7 +98,8 @@ def test_over_the_edge_and_without_area(tmp_path: Path, caplog: pytest.LogCaptur
     assert scene.masks.sum((1, 2)).tolist() == [120, 25, 1]
     messages = [record.message for record in caplog.records]
     assert messages == [
-        f"{tmp_path}/annotations/instances_train.json: 5 of 8 annotations have no area and are left out"
+        f"{tmp_path}/annotations/instances_train.json: 5 of 8 annotations are left out:"
+        " 3 have no area in the image, 2 no outline"
     ]
 
 
@@ -110,6 +112,10 @@ def test_boxes_alone(tmp_path: Path) -> None:
     assert data.val.coco_dict()["annotations"] == [told[0] | {"area": 80, "iscrowd": 0}]
     with pytest.raises(DataError, match="has boxes, but no outlines to segment by"):
         open_scenes(f"coco:{tmp_path}", "segment")
+    write_coco(tmp_path, "train", GOOD)
+    write_coco(tmp_path, "val", content(1, []))
+    with pytest.raises(DataError, match=r"instances_val\.json has no annotations with an area to segment by"):
+        open_scenes(f"coco:{tmp_path}", "segment")
 
 
 def test_the_form_goes_out_as_it_came_in(tmp_path: Path) -> None:
@@ -118,7 +124,8 @@ def test_the_form_goes_out_as_it_came_in(tmp_path: Path) -> None:
     assert form["categories"] == CATEGORIES
     assert form["images"] == told["images"]
     assert [entry.pop("id") for entry in form["annotations"]] == [1, 2]  # an id of 0 would be no match to the tools
-    assert form["annotations"] == [{k: v for k, v in e.items() if k != "id"} for e in told["annotations"]]
+    by_image = sorted(told["annotations"], key=lambda entry: entry["image_id"])
+    assert form["annotations"] == [{k: v for k, v in e.items() if k != "id"} for e in by_image]
 
 
 def test_one_file_is_split(tmp_path: Path) -> None:
@@ -132,6 +139,30 @@ def test_one_file_is_split(tmp_path: Path) -> None:
     assert {entry["image_id"] for entry in data.val.coco_dict()["annotations"]} == ids[1]
     both = open_scenes(f"coco:{path},{path}", "detect")
     assert (len(both.train), len(both.val)) == (20, 20)
+
+
+def test_one_image_cannot_be_split(tmp_path: Path) -> None:
+    path = write_coco(tmp_path, "all", content(1, [thing(1, 10, [3, 4, 10, 8])]))
+    with pytest.raises(DataError, match=r"instances_all\.json has one picture alone; nothing could be held out of it"):
+        open_scenes(str(path), "detect")
+
+
+@pytest.mark.parametrize("tag", range(1, 9))
+@pytest.mark.parametrize("stored", [False, True], ids=["as shown", "as stored"])
+@pytest.mark.parametrize("size", [(40, 32), (36, 36)], ids=["wide", "square"])
+def test_as_the_camera_says(tmp_path: Path, tag: int, stored: bool, size: tuple[int, int]) -> None:
+    """Where the file's size fits both ways, the tag decides."""
+    shown = noise(1, *size)
+    undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # Pillow's number of the way back
+    raw = shown.transpose(Image.Transpose(undo[tag])) if tag > 1 else shown
+    exif = Image.Exif()
+    exif[0x0112] = tag
+    told = content(1, [thing(1, 10, [3, 4, 10, 8])])
+    told["images"][0] |= dict(zip(("width", "height"), (raw if stored else shown).size, strict=True))
+    data = opened(tmp_path, told, told)
+    raw.save(tmp_path / "val/10.png", exif=exif)
+    expected = raw if stored and raw.size != shown.size else shown
+    assert np.array_equal(data.val.scene(0).image.permute(1, 2, 0), np.asarray(expected))
 
 
 def test_fewer_categories_in_validation(tmp_path: Path) -> None:
@@ -188,6 +219,17 @@ ERRORS = {
     "words": (wrong(GOOD, bbox=["a", 2, 3, 4]), "annotation 1 has the bbox"),
     "nan": (wrong(GOOD, bbox=[float("nan"), 2, 3, 4]), "annotation 1 has the bbox"),
     "runs": (wrong(GOOD, segmentation={"counts": [1]}), "annotation 1 has run lengths without 'size' and 'counts'"),
+    "no runs": (wrong(GOOD, segmentation={"size": None, "counts": [1]}), "annotation 1 has run lengths without 'size'"),
+    "nan corners": (wrong(GOOD, segmentation=[[float("nan")] * 6]), "annotation 1 has a polygon whose corners are not"),
+    "area": (wrong(GOOD, area="80"), "annotation 1 has the area '80'; it must be a number"),
+    "kinds": (
+        {**GOOD, "images": [GOOD["images"][0], {**GOOD["images"][1], "id": "11"}]},
+        "the ids of images must be all numbers, or all text",
+    ),
+    "size": (
+        {**GOOD, "images": [GOOD["images"][0], {**GOOD["images"][1], "width": None}]},
+        "image 11 has the size Nonex32; it must be in pixels",
+    ),
     "corners": (wrong(GOOD, segmentation=[["a"] * 6]), "annotation 1 has a polygon whose corners are not numbers"),
 }
 
@@ -246,6 +288,9 @@ def test_what_shows_when_a_scene_is_read(tmp_path: Path) -> None:
     data = opened(tmp_path, GOOD)
     Image.new("RGB", (20, 10)).save(tmp_path / "train/10.png")
     with pytest.raises(DataError, match=r"train/10\.png is 20x10 px, but .*instances_train\.json says 40x32"):
+        data.train.scene(0)
+    Image.new("RGB", (32, 40)).save(tmp_path / "train/10.png")
+    with pytest.raises(DataError, match=r"is 32x40 px, but .* says 40x32; one of both is rotated"):
         data.train.scene(0)
     (tmp_path / "train/10.png").write_bytes(b"")
     with pytest.raises(DataError, match=r"train/10\.png is empty"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.data.conftest import noise
 from tests.data.scene_files import blocks, write_pair
 from tokamix.data import DataError, open_scenes
 from tokamix.data.mask_folder import VOC
@@ -22,6 +23,28 @@ def make_voc(root: Path) -> Path:
     (lists / "train.txt").write_text("a\nccc\n")
     (lists / "val.txt").write_text("bb\n")
     return root
+
+
+def test_photos_that_a_camera_turned(tmp_path: Path) -> None:
+    """They go with their masks, whichever way these lie."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise by a quarter
+    photo = noise(0, 8, 12)
+    for name in ("shown", "stored"):
+        write_pair(tmp_path / "images", tmp_path / "masks", name, blocks(0, 1, 2)[:, :12])
+        photo.save(tmp_path / "images" / f"{name}.jpg", "PNG", exif=exif)
+    Image.fromarray(blocks(0, 1, 2).T).save(tmp_path / "masks/stored.png")
+    (tmp_path / "classes.txt").write_text("a\nb\nc\n")
+    data = open_scenes(str(tmp_path), "segment")
+    scenes = {Path(part.name_of(0)).stem: part.scene(0) for part in (data.train, data.val)}
+    turned = np.asarray(photo.transpose(Image.Transpose.ROTATE_270))
+    assert np.array_equal(scenes["shown"].image.permute(1, 2, 0), turned)
+    assert np.array_equal(scenes["stored"].image.permute(1, 2, 0), np.asarray(photo))
+    Image.fromarray(blocks(0, 1, 2).T).save(tmp_path / "masks/stored.png")
+    photo.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "images/stored.jpg", "PNG")
+    part = data.train if Path(data.train.name_of(0)).stem == "stored" else data.val
+    with pytest.raises(DataError, match=r"is 12x8 px, but its mask .*stored\.png is 8x12; one of both is rotated"):
+        part.scene(0)
 
 
 @pytest.mark.parametrize("inner", [".", "VOC2012", "VOCdevkit/VOC2012"])

@@ -10,7 +10,7 @@ from pycocotools import mask as tools
 
 from tests.data.scene_files import blocks, content, thing, write_coco, write_pair
 from tokamix.data import DataError, open_data, open_scenes
-from tokamix.data.scenes import IGNORE, Scene, class_map, held_out, rle
+from tokamix.data.scenes import IGNORE, Scene, classes_of_pixels, held_out, rle
 from tokamix.data.shapes import CLASSES, Shapes
 
 
@@ -86,23 +86,25 @@ def test_things_drawn_over_each_other() -> None:
     masks[2] = True
     none, image = torch.zeros(3, 4), torch.zeros(3, 6, 6)
     scene = Scene(image, none, torch.tensor([4, 0, 7]), masks, torch.tensor([0, 0, 1]).bool(), None, 0, "x")
-    drawn = class_map(scene)
+    drawn = classes_of_pixels(scene)
     assert drawn[2:4, 2:4].unique().tolist() == [5]  # the small one is in front
     assert drawn[0].tolist() == [1] * 5 + [IGNORE]  # and the crowd behind all
     with pytest.raises(DataError, match="x has boxes, but no masks to segment by"):
-        class_map(replace(scene, masks=None))
+        classes_of_pixels(replace(scene, masks=None))
     assert scene.label == 7
     with pytest.raises(ValueError, match="x has nothing in it"):
         _ = replace(scene, labels=torch.zeros(0)).label
 
 
 def test_what_is_held_out() -> None:
-    train, val = held_out(50)
+    here = Path("here")
+    train, val = held_out(50, here)
     assert len(val) == 10
     assert sorted(train + val) == list(range(50))
-    assert (train, val) == held_out(50)
-    assert [len(part) for part in held_out(1)] == [1, 0]
-    assert [len(part) for part in held_out(2)] == [1, 1]
+    assert (train, val) == held_out(50, here)
+    with pytest.raises(DataError, match="here has one picture alone; nothing could be held out of it"):
+        held_out(1, here)
+    assert [len(part) for part in held_out(2, here)] == [1, 1]
 
 
 def test_paths_are_looked_into(tmp_path: Path) -> None:

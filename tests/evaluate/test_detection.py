@@ -1,8 +1,10 @@
 """COCO's average precision: the numbers of the reference tools, called directly on COCO's own form."""
 
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from pycocotools.cocoeval import COCOeval
 
 from tests.data.scene_files import CATEGORIES, content, thing, write_coco
 from tokamix.data import DataError, Scene, open_scenes
-from tokamix.evaluate import CocoAP
+from tokamix.evaluate import CocoAP, check_detection
 
 NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 SIZE = (200, 260)
@@ -55,7 +57,8 @@ def detections(scene: Scene, seed: int) -> dict[str, torch.Tensor]:
     moved = [mask.roll(tuple(torch.randint(-2, 3, (2,), generator=draw).tolist()), (0, 1)) for mask in masks]
     other = torch.rand(len(labels), generator=draw) < 0.2
     labels[other] = (labels[other] + 1) % 3
-    false = {"boxes": torch.tensor([[40.0, 30, 90, 80]]), "labels": torch.tensor([0]), "masks": torch.zeros(1, *SIZE)}
+    false = {"boxes": torch.tensor([[40.0, 30, 90, 80]]), "labels": torch.tensor([0])}
+    false["masks"] = torch.zeros(1, *scene.size)
     false["masks"][0, 30:80, 40:90] = 1  # in the crowd of the first image it counts for nothing
     return {
         "boxes": torch.cat([boxes, false["boxes"]]),
@@ -94,9 +97,12 @@ def by_the_tools(
     return answer
 
 
-def test_as_the_tools_say(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    truth = real_like(tmp_path)
-    dataset = open_scenes(str(tmp_path), "detect").val
+@pytest.mark.parametrize("folder", [None, *filter(None, [os.environ.get("TOKAMIX_COCO")])])
+def test_as_the_tools_say(tmp_path: Path, capsys: pytest.CaptureFixture, folder: str | None) -> None:
+    """On made-up scenes, and on COCO's own where TOKAMIX_COCO names their folder."""
+    real_like(tmp_path)
+    dataset: Any = open_scenes(folder or str(tmp_path), "detect").val
+    truth = json.loads(dataset.file.path.read_text())
     found = {i: detections(dataset.scene(i), i) for i in range(len(dataset))}
     expected = by_the_tools(truth, found, [dataset.image_id(i) for i in range(len(dataset))], masks=True)
     capsys.readouterr()
@@ -108,6 +114,8 @@ def test_as_the_tools_say(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     assert set(result) == {f"{kind}_{name}" for kind in ("box", "mask") for name in (*NAMES, "ar")}
     assert 10 < result["box_ap"] < 60
     assert 10 < result["mask_ap"] < 60
+    with capsys.disabled():
+        print(f"\n{len(found)} images of {folder}: {result}" if folder else "", end="")
     boxes = CocoAP(dataset)
     for index in found:
         boxes.update(index, {k: v for k, v in found[index].items() if k != "masks"})
@@ -149,7 +157,7 @@ def test_nothing_found(tmp_path: Path) -> None:
     assert metric.compute() == zeros
     metric.update(0, nothing)
     assert metric.compute() == zeros
-    assert metric.results() == []
+    assert metric._results(metric.found, "bbox") == []
 
 
 def test_sizes_that_do_not_occur(tmp_path: Path) -> None:
@@ -173,6 +181,41 @@ def test_an_annotation_of_id_0(tmp_path: Path) -> None:
     assert metric.compute()["box_ap"] == pytest.approx(100)
 
 
+CORNERS = thing(1, 10, [3, 4, 10, 8])["segmentation"][0]
+ODD = {
+    "a point before": {"segmentation": [[1, 2, 3, 4], CORNERS]},
+    "a point after": {"segmentation": [CORNERS, [1, 2, 3, 4]]},
+    "half a corner": {"segmentation": [[*CORNERS, 5]]},
+    "no area": {"area": None},
+    "no crowd": {"iscrowd": None},
+    "another without a size": {"id": 2, "bbox": [3, 4, 0, 0]},
+    "another outside": {"id": 2, "bbox": [50, 4, 5, 5]},
+    "another without an outline": {"id": 2, "segmentation": []},
+    "another of no form": {"id": 2, "segmentation": 5},
+    "text": {"image_id": "x1"},
+    "all text": {"image_id": "x1", "category_id": "cat"},
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_is_read_can_be_measured(tmp_path: Path, kind: str) -> None:
+    """Of odd annotations, those that are left out do not count, and the others are found."""
+    changed = thing(1, 10, [3, 4, 10, 8]) | ODD[kind]
+    form = content(1, [changed] if changed["id"] == 1 else [thing(1, 10, [3, 4, 10, 8]), changed])
+    if "image_id" in ODD[kind]:
+        form["images"][0] |= {"id": "x1", "file_name": "10.png"}
+    if "category_id" in ODD[kind]:
+        form["categories"] = [{"id": "cat", "name": "cat"}, {"id": "dog", "name": "dog"}]
+    for part in ("train", "val"):
+        write_coco(tmp_path, part, form | {"images": [{**form["images"][0], "id": 10}]}).write_text(json.dumps(form))
+    dataset = open_scenes(str(tmp_path), "detect").val
+    scene = dataset.scene(0)
+    assert scene.boxes.tolist() == [[3, 4, 13, 12]]
+    metric = CocoAP(dataset, masks=True)
+    metric.update(0, {"boxes": scene.boxes, "labels": scene.labels, "masks": scene.masks, "scores": torch.ones(1)})
+    assert metric.compute()["box_ap"] == metric.compute()["mask_ap"] == pytest.approx(100)
+
+
 def test_generated_scenes() -> None:
     dataset = open_scenes("shapes:48", "detect").val
     metric = CocoAP(dataset, masks=True)
@@ -189,8 +232,9 @@ def test_result_files(tmp_path: Path) -> None:
     metric = CocoAP(dataset, masks=True)
     found = {"boxes": torch.tensor([[1.0, 2, 11, 22]]), "labels": torch.tensor([2]), "scores": torch.tensor([0.25])}
     metric.update(3, found | {"masks": torch.ones(1, *SIZE)})
-    assert metric.results() == [{"image_id": 13, "category_id": 90, "score": 0.25, "bbox": [1.0, 2.0, 10.0, 20.0]}]
-    (row,) = metric.results("segm")
+    (row,) = metric._results(metric.found, "bbox")
+    assert row == {"image_id": 13, "category_id": 90, "score": 0.25, "bbox": [1.0, 2.0, 10.0, 20.0]}
+    (row,) = metric._results(metric.found, "segm")
     assert tools.decode(row["segmentation"]).all()
     assert tools.decode(row["segmentation"]).shape == SIZE
     held = sum(len(mask["counts"]) for mask in metric.found[3].masks)
@@ -201,19 +245,24 @@ def test_what_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for part in ("train", "val"):
         told = [thing(1, 10, [3, 4, 10, 8], iscrowd=int(part == "val"))]
         write_coco(tmp_path, part, content(1, told))
-    metric = CocoAP(open_scenes(str(tmp_path), "detect").val)
-    with pytest.raises(DataError, match="there is nothing to find: the validation set has no things in it"):
-        metric.compute()
+    with pytest.raises(DataError, match="there is nothing to find: no image of the validation set has an annotation"):
+        check_detection(open_scenes(str(tmp_path), "detect").val, masks=False)
+    metric = CocoAP(open_scenes(str(tmp_path), "detect").train)
     one = {"boxes": torch.zeros(1, 4), "labels": torch.tensor([3]), "scores": torch.ones(1)}
     with pytest.raises(ValueError, match="a label is 3, but there are 3 classes, from 0"):
         metric.update(0, one)
     with pytest.raises(ValueError, match="masks are to be measured, but the detections have none"):
-        CocoAP(open_scenes(str(tmp_path), "detect").val, masks=True).update(0, {**one, "labels": torch.tensor([0])})
+        CocoAP(open_scenes(str(tmp_path), "detect").train, masks=True).update(0, {**one, "labels": torch.tensor([0])})
     told = [{k: v for k, v in thing(1, 10, [3, 4, 10, 8]).items() if k != "segmentation"}]
     for part in ("train", "val"):
         write_coco(tmp_path, part, content(1, told, categories=CATEGORIES))
-    with pytest.raises(DataError, match="needs annotations with outlines, and these have none"):
+    with pytest.raises(DataError, match="needs annotations with outlines, and those of the validation set have none"):
         CocoAP(open_scenes(str(tmp_path), "detect").val, masks=True)
+    check_detection(open_scenes(str(tmp_path), "detect").val, masks=False)
+    write_coco(tmp_path, "val", content(1, []))
+    for masks in (True, False):
+        with pytest.raises(DataError, match="there is nothing to find"):
+            CocoAP(open_scenes(str(tmp_path), "detect").val, masks)
     monkeypatch.setitem(sys.modules, "pycocotools.coco", None)
     with pytest.raises(ImportError, match=r"average precision needs pycocotools: pip install 'tokamix\[detect\]'"):
         CocoAP(open_scenes("shapes", "detect").val)

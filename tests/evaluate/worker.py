@@ -4,12 +4,17 @@ import json
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from tests.evaluate.test_detection import detections, real_like
 from tests.evaluate.test_segmentation import CLASSES, made_up
-from tokamix.data import open_scenes
-from tokamix.evaluate import CocoAP, MeanIoU
+from tests.train.tiny import TINY, tiny_data
+from tokamix.data import ImageData, Scene, SceneData, open_scenes
+from tokamix.data.shapes import Shapes, ShapeScenes
+from tokamix.evaluate import CocoAP, MeanIoU, evaluate
+from tokamix.evaluate.dense import evaluate_dense
+from tokamix.registry import create_model
 
 
 def segmentation(rank: int, world: int) -> dict:
@@ -42,10 +47,40 @@ def detection(rank: int, world: int, folder: Path) -> dict:
     return answers
 
 
+class Counted(ShapeScenes):
+    """Scenes that count how often they are asked for to be looked at, which needs no masks."""
+
+    asked = 0
+
+    def scene(self, i: int, masks: bool = True) -> Scene:
+        self.asked += not masks
+        return super().scene(i, masks)
+
+
+def whole(folder: Path) -> dict:
+    """What the functions behind `tokamix eval` say, and how much of the data this process saw."""
+    answers: dict = {}
+    for task in ("segment", "detect"):
+        part = Counted(Shapes(7, 32, part="b", large=2), task)
+        answers[task] = evaluate_dense(folder / task, SceneData("few", part, part, part.classes), device="cpu")
+        answers[f"{task} asked"] = part.asked
+    model, data = model_and_data()
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+    answers["classify"] = evaluate(model, data, device="cpu", batch_size=5)
+    return answers | {"classify asked": sum(seen)}
+
+
+def model_and_data() -> tuple[torch.nn.Module, ImageData]:
+    torch.manual_seed(0)
+    model = create_model(str(TINY.model), num_classes=4, img_size=8, **TINY.model_kwargs)
+    return model, tiny_data()
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     rank, world, folder = dist.get_rank(), dist.get_world_size(), Path(sys.argv[1])
-    answers = segmentation(rank, world) | detection(rank, world, folder)
+    answers = segmentation(rank, world) | detection(rank, world, folder) | whole(folder)
     (folder / f"{rank}.json").write_text(json.dumps(answers))
     dist.barrier()
     dist.destroy_process_group()

@@ -6,8 +6,8 @@ Options of a source (`coco:PATH?empty=keep`):
   or `keep`. In validation they stay.
 
 Where annotations reach over the image's edge they are clipped. Those without area, or without an outline where others
-have one, are left out, which is logged once. Classes are numbered from 0 in the order of their ids, whatever gaps these
-have; `category_ids` leads back.
+have one, are left out of training and evaluation, which is logged once. Classes are numbered from 0 in the order of
+their ids, whatever gaps these have; `category_ids` leads back.
 """
 
 import json
@@ -21,10 +21,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from tokamix.data.decode import DataError, decode
-from tokamix.data.scenes import Scene, SceneSet, check_options, class_map, held_out
+from tokamix.data.decode import DataError, scene_picture
+from tokamix.data.scenes import Scene, SceneSet, check_options, classes_of_pixels, held_out
 
 _log = logging.getLogger("tokamix")
 OPTIONS: dict[str, tuple[str, ...]] = {"empty": ("drop", "keep")}
@@ -42,7 +41,7 @@ def open_coco(path: str, task: str, options: dict[str, str]) -> tuple[SceneSet, 
     parts = [CocoFile(file) for file in files]
     kept = [list(range(len(part))) for part in parts]
     if len(parts) == 1:
-        parts, kept = parts * 2, list(held_out(len(parts[0])))
+        parts, kept = parts * 2, list(held_out(len(parts[0]), files[0]))
     train, val = parts
     for number, name in val.categories.items():
         if train.categories.get(number) != name:
@@ -98,12 +97,14 @@ class CocoFile:
         annotations = self._sorted(content, "annotations")
         categories = self._sorted(content, "categories")
         self.categories = {entry["id"]: str(entry["name"]) for entry in categories}
-        self.ids = np.array([entry["id"] for entry in images])
-        self.sizes = np.array([(entry["height"], entry["width"]) for entry in images])
+        place = {entry["id"]: i for i, entry in enumerate(images)}
+        # the tools know images by numbers
+        self.ids = np.array(range(1, 1 + len(images)) if isinstance(images[0]["id"], str) else list(place))
+        self.sizes = np.array([self._size(entry) for entry in images])
         names = [str(entry["file_name"]) for entry in images]
         self.folder = self._find_pictures(names)
         self.names = np.array([os.fsencode(name) for name in names], dtype=np.bytes_)
-        self._read(annotations)
+        self._read(annotations, place)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -118,10 +119,19 @@ class CocoFile:
         for n, entry in enumerate(entries):
             if missing := [key for key in NEEDED[kind] if key not in entry]:
                 raise DataError(f"{self.path}: entry {n} of {kind} lacks {missing[0]!r}")
+        kinds = {str if isinstance(entry["id"], str) else int if _is_number(entry["id"]) else None for entry in entries}
+        if None in kinds or len(kinds) > 1:
+            raise DataError(f"{self.path}: the ids of {kind} must be all numbers, or all text")
         twice = [number for number, count in Counter(entry["id"] for entry in entries).items() if count > 1]
         if twice:
             raise DataError(f"{self.path}: the id {twice[0]} stands twice in {kind}; ids must differ")
         return sorted(entries, key=lambda entry: entry["id"])
+
+    def _size(self, entry: dict[str, Any]) -> tuple[int, int]:
+        height, width = entry["height"], entry["width"]
+        if not (_is_number(height) and _is_number(width) and min(height, width) >= 1):
+            raise DataError(f"{self.path}: image {entry['id']} has the size {width!r}x{height!r}; it must be in pixels")
+        return int(height), int(width)
 
     def _find_pictures(self, names: list[str]) -> Path:
         """The folder that has the pictures, by the first one's name."""
@@ -144,35 +154,29 @@ class CocoFile:
             )
         return folder
 
-    def _read(self, annotations: list[dict[str, Any]]) -> None:
-        """Boxes, labels and outlines, in the order of the images."""
-        place = {number: i for i, number in enumerate(self.ids.tolist())}
+    def _read(self, annotations: list[dict[str, Any]], place: dict[Any, int]) -> None:
+        """What training and evaluation need, in the order of the images."""
         index = {number: i for i, number in enumerate(self.categories)}
         for entry in annotations:
-            name = f"{self.path}: annotation {entry['id']}"
-            if entry["image_id"] not in place:
-                raise DataError(f"{name} belongs to image {entry['image_id']}, which is not listed")
-            if entry["category_id"] not in index:
-                raise DataError(f"{name} has category {entry['category_id']}, which is not listed")
-            box = entry["bbox"]
-            if not (isinstance(box, list) and len(box) == 4 and all(_is_number(side) for side in box)):
-                raise DataError(f"{name} has the bbox {box!r}; it must be [left, top, width, height]")
-        self.has_masks = any(entry.get("segmentation") for entry in annotations)
+            self._check(entry, place, index)
         annotations = sorted(annotations, key=lambda entry: place[entry["image_id"]])
+        outlines = [_outline(entry.get("segmentation"), self._name(entry)) for entry in annotations]
         owners = np.array([place[entry["image_id"]] for entry in annotations], dtype=np.int64)
-        boxes = np.array([entry["bbox"] for entry in annotations], dtype=np.float64).reshape(-1, 4)
-        boxes[:, 2:] += boxes[:, :2]
+        told = np.array([entry["bbox"] for entry in annotations], dtype=np.float64).reshape(-1, 4)
+        boxes = np.concatenate([told[:, :2], told[:, :2] + told[:, 2:]], axis=1)
         boxes = boxes.clip(0, self.sizes[owners][:, [1, 0, 1, 0]])
-        keep = np.all(boxes[:, 2:] > boxes[:, :2], axis=1)
-        outlines = [
-            _outline(entry.get("segmentation"), f"{self.path}: annotation {entry['id']}") for entry in annotations
-        ]
-        if self.has_masks:
-            keep &= np.array([outline is not None for outline in outlines], dtype=bool)
+        has_area = np.all(boxes[:, 2:] > boxes[:, :2], axis=1)
+        has_outline = np.array([outline is not None for outline in outlines], dtype=bool)
+        self.has_masks = bool(has_outline.any())
+        keep = has_area & has_outline if self.has_masks else has_area
         if not keep.all():
-            _log.warning("%s: %d of %d annotations have no area and are left out", self.path, (~keep).sum(), len(keep))
+            reasons = (~has_area).sum(), (has_area & ~keep).sum()
+            words = "%s: %d of %d annotations are left out: %d have no area in the image, %d no outline"
+            _log.warning(words, self.path, (~keep).sum(), len(keep), *reasons)
         kept = np.flatnonzero(keep)
-        self.boxes = boxes[kept].astype(np.float32)
+        self.told, self.boxes = told[kept], boxes[kept].astype(np.float32)
+        areas = [annotations[n].get("area") for n in kept]
+        self.areas = np.where([area is None for area in areas], self.told[:, 2:].prod(1), np.array(areas, dtype=float))
         self.labels = np.array([index[annotations[n]["category_id"]] for n in kept], dtype=np.int64)
         self.crowd = np.array([bool(annotations[n].get("iscrowd")) for n in kept], dtype=bool)
         self.starts = np.searchsorted(owners[kept], np.arange(len(self.ids) + 1))
@@ -188,6 +192,21 @@ class CocoFile:
         self.points = np.concatenate(flat) if flat else np.empty(0)
         self.corners = np.cumsum([0, *map(len, flat)])
         self.polygons = np.cumsum([0, *map(len, found)])
+
+    def _name(self, entry: dict[str, Any]) -> str:
+        return f"{self.path}: annotation {entry['id']}"
+
+    def _check(self, entry: dict[str, Any], images: dict[Any, int], categories: dict[Any, int]) -> None:
+        """Raise where an annotation cannot be understood."""
+        if entry["image_id"] not in images:
+            raise DataError(f"{self._name(entry)} belongs to image {entry['image_id']}, which is not listed")
+        if entry["category_id"] not in categories:
+            raise DataError(f"{self._name(entry)} has category {entry['category_id']}, which is not listed")
+        box, area = entry["bbox"], entry.get("area")
+        if not (isinstance(box, list) and len(box) == 4 and all(_is_number(side) for side in box)):
+            raise DataError(f"{self._name(entry)} has the bbox {box!r}; it must be [left, top, width, height]")
+        if not (area is None or _is_number(area)):
+            raise DataError(f"{self._name(entry)} has the area {area!r}; it must be a number")
 
     def has_things(self, i: int) -> bool:
         """Whether image i has something to learn, which a crowd is not."""
@@ -207,11 +226,14 @@ class CocoFile:
             if sum(runs["counts"]) != math.prod(size):
                 raise DataError(f"{name} has {math.prod(size)} px, but the runs of a mask add to {sum(runs['counts'])}")
             return tools.decode(tools.frPyObjects(runs, *size))
-        lists = [
-            self.points[self.corners[p] : self.corners[p + 1]].tolist()
-            for p in range(self.polygons[n], self.polygons[n + 1])
-        ]
-        return tools.decode(tools.merge(tools.frPyObjects(lists, *size)))
+        return tools.decode(tools.merge(tools.frPyObjects(self.outline(n), *size)))
+
+    def outline(self, n: int) -> dict[str, Any] | list[list[float]]:
+        """Run lengths or polygons of thing n."""
+        if n in self.run_lengths:
+            return self.run_lengths[n]
+        polygons = range(self.polygons[n], self.polygons[n + 1])
+        return [self.points[self.corners[p] : self.corners[p + 1]].tolist() for p in polygons]
 
 
 class CocoScenes(SceneSet):
@@ -226,7 +248,8 @@ class CocoScenes(SceneSet):
         self.classes = things
         if task == "segment":
             if not file.has_masks:
-                raise DataError(f"{file.path} has boxes, but no outlines to segment by")
+                has = "boxes, but no outlines" if len(file.boxes) else "no annotations with an area"
+                raise DataError(f"{file.path} has {has} to segment by")
             self.classes, self.category_ids = ("background", *things), (0, *self.category_ids)
 
     def __len__(self) -> int:
@@ -237,18 +260,14 @@ class CocoScenes(SceneSet):
         return str(self.file.folder / os.fsdecode(self.file.names[self.kept[i]]))
 
     def image_id(self, i: int) -> int:
-        """The id in the file."""
+        """The id in the file; images whose ids are text are numbered from 1."""
         return int(self.file.ids[self.kept[i]])
 
     def scene(self, i: int, masks: bool = True) -> Scene:
         """Scene i, decoded."""
         file, number = self.file, self.kept[i]
-        image = picture(Path(self.name_of(i)))
         height, width = (int(side) for side in file.sizes[number])
-        if image.shape[1:] != (height, width):
-            raise DataError(
-                f"{self.name_of(i)} is {image.shape[2]}x{image.shape[1]} px, but {file.path} says {width}x{height}"
-            )
+        image = scene_picture(Path(self.name_of(i)), (height, width), f"{file.path} says")
         things = range(file.starts[number], file.starts[number + 1])
         scene = Scene(
             image=image,
@@ -266,26 +285,32 @@ class CocoScenes(SceneSet):
                 drawn[n] = file.mask(thing, (height, width), scene.name)
             scene.masks = torch.from_numpy(drawn)
         if self.task == "segment":
-            scene.segmentation = class_map(scene)
+            scene.segmentation = classes_of_pixels(scene)
         return scene
 
-    def coco_dict(self) -> dict[str, Any]:
-        """What the file says of these images.
+    def has_things(self) -> bool:
+        """Whether there is anything to find."""
+        return any(self.file.has_things(i) for i in self.kept)
 
-        Annotations' ids start at 1, since the reference tools take one of id 0 for none at all; those without an
-        outline where others have one are left out, since the tools cannot read them.
+    def coco_dict(self) -> dict[str, Any]:
+        """What the file says of these images, without the annotations that are left out.
+
+        Annotations' ids start at 1, since the reference tools take one of id 0 for none at all.
         """
-        content = read_json(self.file.path)
-        ids = {self.image_id(i) for i in range(len(self))}
-        annotations = [dict(entry) for entry in content["annotations"] if entry["image_id"] in ids]
-        if self.has_masks:
-            annotations = [entry for entry in annotations if _outline(entry.get("segmentation"), "") is not None]
-        for n, entry in enumerate(annotations, 1):
-            entry["id"] = n
-            entry.setdefault("iscrowd", 0)
-            entry.setdefault("area", entry["bbox"][2] * entry["bbox"][3])
-        images = [entry for entry in content["images"] if entry["id"] in ids]
-        return {"images": images, "annotations": annotations, "categories": content["categories"]}
+        file, categories = self.file, tuple(self.file.categories)
+        images: list[dict[str, Any]] = []
+        annotations: list[dict[str, Any]] = []
+        for i, number in enumerate(self.kept):
+            height, width = file.sizes[number].tolist()
+            name = os.fsdecode(file.names[number])
+            images.append({"id": self.image_id(i), "file_name": name, "width": width, "height": height})
+            for n in range(file.starts[number], file.starts[number + 1]):
+                entry = {"id": len(annotations) + 1, "image_id": self.image_id(i), "bbox": file.told[n].tolist()}
+                entry |= {"category_id": categories[file.labels[n]], "area": float(file.areas[n])}
+                entry |= {"iscrowd": int(file.crowd[n])} | ({"segmentation": file.outline(n)} if self.has_masks else {})
+                annotations.append(entry)
+        named = [{"id": number, "name": name} for number, name in file.categories.items()]
+        return {"images": images, "annotations": annotations, "categories": named}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -299,11 +324,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise DataError(f"{path} holds a {type(content).__name__}; COCO's form has images, annotations and categories")
     return content
-
-
-def picture(path: Path) -> Tensor:
-    """A picture file as (3, H, W) uint8, in the memory order it was decoded in."""
-    return torch.from_numpy(np.array(decode(path))).permute(2, 0, 1)
 
 
 def mask_tools() -> Any:
@@ -322,11 +342,12 @@ def _is_number(value: Any) -> bool:
 def _outline(segmentation: Any, name: str) -> list[np.ndarray] | dict[str, Any] | None:
     """Polygons that have an area, or run lengths; None where there is neither."""
     if isinstance(segmentation, dict):
-        if not {"size", "counts"} <= segmentation.keys():
+        size, counts = segmentation.get("size"), segmentation.get("counts")
+        if not (isinstance(size, list) and len(size) == 2 and isinstance(counts, list | str)):
             raise DataError(f"{name} has run lengths without 'size' and 'counts'")
         return segmentation
-    polygons = [points for points in segmentation or () if isinstance(points, list) and len(points) >= 6]
-    try:
-        return [np.array(points[: len(points) // 2 * 2], dtype=np.float64) for points in polygons] or None
-    except (TypeError, ValueError):
-        raise DataError(f"{name} has a polygon whose corners are not numbers") from None
+    parts = segmentation if isinstance(segmentation, list) else []
+    polygons = [points for points in parts if isinstance(points, list) and len(points) >= 6]
+    if not all(_is_number(value) for points in polygons for value in points):
+        raise DataError(f"{name} has a polygon whose corners are not numbers")
+    return [np.array(points[: len(points) // 2 * 2], dtype=np.float64) for points in polygons] or None

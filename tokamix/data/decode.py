@@ -5,28 +5,43 @@ import os
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image, UnidentifiedImageError
+from torch import Tensor
 
 MAGIC = {b"\xff\xd8": ("JPEG",), b"\x89PNG": ("PNG",), b"RIFF": ("WEBP",)}  # spares trying one format after the other
+ORIENTATION = 0x0112  # EXIF's tag, and what undoes each of its values
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+Size = tuple[int, int]
 
 
 class DataError(ValueError):
     """Something in a data set cannot be used; the message names it."""
 
 
-def decode(source: Path | bytes, name: str = "", at_least: int | None = None) -> Image.Image:
+def decode(source: Path | bytes, name: str = "", at_least: int | None = None, turn: Size | bool = False) -> Image.Image:
     """Decode a picture to 8-bit RGB.
 
     The content decides, not the name: a JPEG called .png is read. CMYK, palette, grey and bilevel pictures are
     converted; 16 bits are scaled to 8; transparent parts become white; of an animation the first frame is taken.
     Corrupt, truncated and empty files, floating-point pixels, and pictures above Pillow's limit for decompression
-    bombs (179 million pixels) raise a DataError. Orientation tags are ignored, as timm and torchvision do.
+    bombs (179 million pixels) raise a DataError.
 
     Args:
         source: a file, or its content.
         name: what to call it in errors; the file's path by default.
         at_least: a JPEG may be decoded at half, a quarter or an eighth of its size while both sides stay this long.
+        turn: whether to turn it as its camera says, or the (height, width) that it shall have: then where that fits. By
+            default such tags are ignored, as timm and torchvision do.
     """
     name = name or (str(source) if isinstance(source, Path) else "a picture")
     try:
@@ -34,7 +49,7 @@ def decode(source: Path | bytes, name: str = "", at_least: int | None = None) ->
             if at_least is not None:
                 image.draft(None, (at_least, at_least))
             image.load()
-            return _to_rgb(image)
+            return _to_rgb(image if turn is False else upright(image, None if turn is True else turn))
     except DataError as error:
         raise DataError(f"{name} {error}") from None
     except FileNotFoundError:
@@ -50,6 +65,33 @@ def decode(source: Path | bytes, name: str = "", at_least: int | None = None) ->
     except Exception as error:  # decoders raise nearly anything on corrupt input
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(f"{name} is corrupt or truncated: {reason}") from None
+
+
+def scene_picture(path: Path, size: Size | None = None, teller: str = "") -> Tensor:
+    """A picture of a scene as (3, H, W) uint8, in the memory order it was decoded in, turned as its camera says.
+
+    Args:
+        path: of the file.
+        size: (height, width) of what is known of it; where only the picture as it is stored has it, it is not turned,
+            and where neither way has it, a DataError is raised.
+        teller: who says so, with a verb.
+    """
+    image = decode(path, turn=size or True)
+    height, width = size or (image.height, image.width)
+    if (image.width, image.height) != (width, height):
+        hint = "; one of both is rotated" if image.size == (height, width) else ""
+        raise DataError(f"{path} is {image.width}x{image.height} px, but {teller} {width}x{height}{hint}")
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def upright(image: Image.Image, size: Size | None = None) -> Image.Image:
+    """The image as its camera says; where a (height, width) is given, only if it has that size then."""
+    try:
+        turn = TURNS.get(image.getexif().get(ORIENTATION, 1))
+    except Exception:  # a broken tag spoils no picture
+        turn = None
+    turned = image if turn is None else image.transpose(turn)
+    return turned if size in (None, (turned.height, turned.width)) else image
 
 
 def _open(source: Path | bytes) -> Image.Image:

@@ -36,6 +36,7 @@ _log = logging.getLogger("tokamix")
 Batch = tuple[Tensor, Tensor]
 RESIDENT_BYTES = 4 << 30  # a set up to this size lives on the device
 CROP_PCT = 0.875  # timm's, for photos; pictures held as arrays are small, and all of them is shown
+REPLACEMENTS = 64  # pictures that are tried for one that cannot be decoded
 PLANNED = 16  # batches whose augmentation is decided together
 SHRINK = 4  # a JPEG is decoded to no less than this many times the image's size, so that small crops stay sharp
 
@@ -72,7 +73,8 @@ def make_loader(
         mean: of each channel, for pixels from 0 to 1; ImageNet's by default.
         std: likewise.
         corrupt: what to do with a picture that cannot be decoded: raise a DataError that names it, or skip it, which is
-            logged and counted in `loader.skipped`; in training the next picture of the batch takes its place.
+            logged and counted in `loader.skipped`; in training the next good picture of the epoch (of a stream: of the
+            batch) takes its place.
         resident: keep the whole set on the device and augment it there; by default where it is small enough and the
             recipe's augmentation exists for batches.
     """
@@ -139,6 +141,14 @@ def _channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
     return tuple(values) if len(values) == channels else (sum(values) / len(values),) * channels
 
 
+def shuffled(count: int, recipe: "Recipe", epoch: int) -> Tensor:
+    """Which of so many pictures stands at each position of an epoch of training."""
+    order = torch.randperm(count, generator=generator(recipe.seed, epoch, "order"))
+    # repeated augmentation: copies stand side by side, so that several ranks get one each; an epoch stays as long
+    copies = recipe.repeated_augmentation
+    return order.repeat_interleave(copies)[:count] if copies > 1 else order
+
+
 @dataclass(frozen=True)
 class Setup:
     """What every loader needs to know; see `make_loader`."""
@@ -185,12 +195,7 @@ class Loader(ABC):
 
     def order(self, epoch: int) -> Tensor:
         """Which picture stands at each position of an epoch."""
-        if not self.train:
-            return torch.arange(self.dataset_size)
-        order = torch.randperm(self.dataset_size, generator=generator(self.recipe.seed, epoch, "order"))
-        # repeated augmentation: copies stand side by side, so that several ranks get one each; an epoch stays as long
-        copies = self.recipe.repeated_augmentation
-        return order.repeat_interleave(copies)[: self.dataset_size] if copies > 1 else order
+        return shuffled(self.dataset_size, self.recipe, epoch) if self.train else torch.arange(self.dataset_size)
 
     def positions(self, step: int) -> range:
         """The positions of this rank in a global batch."""
@@ -344,13 +349,13 @@ class Worker(Loader):
             for *parts, problems in loader:
                 for name, problem in problems.items():
                     if self.corrupt == "raise":
-                        raise DataError(f"{problem}; remove it, or skip such pictures (corrupt='skip')")
+                        raise DataError(f"{problem}; remove it, or skip such pictures (--corrupt skip, corrupt='skip')")
                     if name not in self.skipped:
                         _log.warning("skipped: %s", problem)
                         self.skipped[name] = problem
                 if self.train and not len(parts[0]):
                     reason = next(iter(problems.values()), "the data ended before its length")
-                    raise DataError(f"no picture of a whole batch can be decoded: {reason}")
+                    raise DataError(f"too many pictures cannot be decoded: {reason}")
                 yield parts
         except RuntimeError as error:
             if "DataLoader worker" in str(error):
@@ -395,8 +400,8 @@ class _Batches:
 class Reader(ABC):
     """Makes batches in a worker; lives there, so it holds nothing of the device."""
 
-    def __init__(self, dataset: Any, train: bool) -> None:
-        self.dataset, self.train = dataset, train
+    def __init__(self, dataset: Any, setup: Setup) -> None:
+        self.dataset, self.recipe, self.train = dataset, setup.recipe, setup.train
 
     @abstractmethod
     def sample(self, item: Any) -> Any:
@@ -416,30 +421,41 @@ class Reader(ABC):
         """The parts of a batch, and what could not be decoded: its name and why."""
         problems: dict[str, str] = {}
         samples: list[tuple[int, int, Any]] = []
-        for epoch, position, item in items:
-            try:
-                samples.append((epoch, position, self.sample(item)))
-            except DataError as error:
-                problems[self.dataset.name_of(item)] = str(error)
-                samples.append((epoch, position, None))
-        if problems:
-            samples = self._replaced(samples)
+        for n, (epoch, position, item) in enumerate(items):
+            sample = self._tried(item, problems)
+            if sample is None and self.train:
+                others = (self._tried(other, problems) for other in self._following(items, n))
+                sample = next((other for other in others if other is not None), None)
+                if sample is None:
+                    return *self.batch([]), problems
+            if sample is not None:
+                samples.append((epoch, position, sample))
         return *self.batch(samples), problems
 
-    def _replaced(self, samples: list[tuple[int, int, Any]]) -> list[tuple[int, int, Any]]:
-        """Evaluation leaves what cannot be decoded out; in training the next picture of the batch takes its place."""
-        good = [i for i, (_, _, sample) in enumerate(samples) if sample is not None]
-        if not self.train or not good:
-            return [samples[i] for i in good]
-        following = [next((g for g in good if g >= i), good[0]) for i in range(len(samples))]
-        return [(*samples[i][:2], samples[g][2]) for i, g in enumerate(following)]
+    def _tried(self, item: Any, problems: dict[str, str]) -> Any:
+        """The sample, or None and a problem more."""
+        try:
+            return self.sample(item)
+        except DataError as error:
+            problems[self.dataset.name_of(item)] = str(error)
+            return None
+
+    def _following(self, items: list[tuple[int, int, Any]], n: int) -> Iterator[Any]:
+        """What may take the place of item n, the nearest first: what follows in the epoch, of a stream in the batch."""
+        if isinstance(self.dataset, Stream):
+            yield from (item for *_, item in [*items[n + 1 :], *items[:n]])
+            return
+        epoch, position, _ = items[n]
+        order = shuffled(len(self.dataset), self.recipe, epoch)
+        for place in range(position + 1, position + min(len(order), 1 + REPLACEMENTS)):
+            yield int(order[place % len(order)])
 
 
 class _PictureReader(Reader):
     """Batches of uint8 images with labels, by timm's transforms."""
 
     def __init__(self, dataset: Dataset | Stream, setup: Setup) -> None:
-        super().__init__(dataset, setup.train)
+        super().__init__(dataset, setup)
         channels = len(setup.mean)
         if channels not in (1, 3):
             raise ValueError(f"picture files have 1 or 3 channels, not {channels}; use arrays of {channels} channels")

@@ -25,8 +25,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tokamix.data.coco import picture
-from tokamix.data.decode import EXTENSIONS, DataError
+from tokamix.data.decode import EXTENSIONS, DataError, scene_picture
 from tokamix.data.scenes import IGNORE, Scene, SceneSet, check_options, held_out
 
 OPTIONS: dict[str, tuple[str, ...]] = {"zero": ("ignore", "class"), "classes": ()}
@@ -106,7 +105,7 @@ def _pairs(root: Path) -> list[tuple[list[Path], list[Path]]]:
     if found:
         return found
     files, targets = _matched(pictures, masks)
-    return [([files[i] for i in part], [targets[i] for i in part]) for part in held_out(len(files))]
+    return [([files[i] for i in part], [targets[i] for i in part]) for part in held_out(len(files), root)]
 
 
 def _matched(pictures: Path, masks: Path, listed: Path | None = None) -> tuple[list[Path], list[Path]]:
@@ -145,20 +144,20 @@ class MaskFolder(SceneSet):
     def __len__(self) -> int:
         return len(self.files)
 
+    def has_things(self) -> bool:
+        """There are none, only classes of pixels."""
+        return False
+
     def name_of(self, i: int) -> str:
         """The picture's path."""
         return os.fsdecode(self.files[i])
 
     def scene(self, i: int, masks: bool = True) -> Scene:
         """Scene i, decoded; it has no things, only classes of pixels."""
-        image, classes = picture(Path(self.name_of(i))), self._read(os.fsdecode(self.masks[i]))
-        if classes.shape != image.shape[1:]:
-            raise DataError(
-                f"{self.name_of(i)} is {image.shape[2]}x{image.shape[1]} px, but its mask"
-                f" {os.fsdecode(self.masks[i])} is {classes.shape[1]}x{classes.shape[0]}"
-            )
+        mask = os.fsdecode(self.masks[i])
+        classes = self._read(mask)
         return Scene(
-            image=image,
+            image=scene_picture(Path(self.name_of(i)), (classes.shape[0], classes.shape[1]), f"its mask {mask} is"),
             boxes=torch.zeros(0, 4),
             labels=torch.zeros(0, dtype=torch.int64),
             masks=None,

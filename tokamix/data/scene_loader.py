@@ -121,8 +121,8 @@ class _SceneReader(Reader):
     """Scenes as the recipe changes them, packed into few tensors."""
 
     def __init__(self, dataset: SceneSet, setup: Setup, task: Task, masks: bool) -> None:
-        super().__init__(dataset, setup.train)
-        self.recipe, self.task, self.masks = setup.recipe, task, masks
+        super().__init__(dataset, setup)
+        self.task, self.masks = task, masks
 
     def sample(self, item: Any) -> tuple[int, Scene]:
         """A decoded scene, and its place in the data set."""

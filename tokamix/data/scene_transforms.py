@@ -42,9 +42,8 @@ def resize(scene: Scene, size: tuple[int, int], interpolation: str = "bilinear")
         return scene
     move = partial(F.resize, size=list(size), interpolation=InterpolationMode(interpolation))
     image = scene.image
-    if (
-        size[1] == 1
-    ):  # torch (2.11 to 2.15) writes nonsense into a single column, unless channels are the last in memory
+    # torch (2.11 to 2.15) writes nonsense into a single column, unless channels are the last in memory
+    if size[1] == 1:
         image = image.permute(1, 2, 0).contiguous().permute(2, 0, 1)
     moved = _moved(replace(scene, image=image, masks=None, segmentation=None), move)
     return replace(moved, masks=_nearest(scene.masks, size), segmentation=_nearest(scene.segmentation, size))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tokamix.data.decode import DataError
 from tokamix.data.keyed import generator
+from tokamix.dense.segmenter import IGNORE
 
-IGNORE = 255  # the class of pixels that count for nothing
 HELD_OUT = 0.2  # where nothing says what is for validation
 Task = Literal["segment", "detect"]
 
@@ -66,6 +66,10 @@ class SceneSet(ABC):
     def image_id(self, i: int) -> int:
         """What scene i is called in COCO's files."""
         return i
+
+    def has_things(self) -> bool:
+        """Whether there is anything to find; crowds do not count."""
+        return True
 
     def coco_dict(self) -> dict[str, Any]:
         """All things in the form of COCO's annotation files, for the reference tools."""
@@ -171,10 +175,12 @@ def check_options(source: str, options: dict[str, str], known: dict[str, tuple[s
             raise DataError(f"{source}: {name} is {value!r}, but must be {' or '.join(known[name])}")
 
 
-def held_out(count: int) -> tuple[list[int], list[int]]:
+def held_out(count: int, source: Path) -> tuple[list[int], list[int]]:
     """Which of so many scenes are for training, and which for validation: always the same."""
+    if count < 2:
+        raise DataError(f"{source} has one picture alone; nothing could be held out of it for validation")
     order = torch.randperm(count, generator=generator("split")).tolist()
-    share = max(round(count * HELD_OUT), int(count > 1))
+    share = max(round(count * HELD_OUT), 1)
     return sorted(order[share:]), sorted(order[:share])
 
 
@@ -186,7 +192,7 @@ def rle(mask: Tensor) -> dict[str, Any]:
     return {"size": list(mask.shape), "counts": [0, *counts] if flat.size and flat[0] else counts}
 
 
-def class_map(scene: Scene) -> Tensor:
+def classes_of_pixels(scene: Scene) -> Tensor:
     """Classes of pixels (H, W) from things: 0 is background, class + 1 elsewhere, and 255 in a crowd.
 
     Small things are drawn over large ones, and all of them over crowds, whose outlines are rough.

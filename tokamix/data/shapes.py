@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tokamix.data.decode import DataError
 from tokamix.data.keyed import key
-from tokamix.data.scenes import Scene, SceneSet, class_map
+from tokamix.data.scenes import Scene, SceneSet, classes_of_pixels
 from tokamix.data.sets import Dataset
 
 CLASSES = ("circle", "square", "triangle", "cross", "ring", "star", "crescent", "bar")
@@ -73,7 +73,7 @@ class Shapes(Dataset):
             image_id=i,
             name=f"scene {i}",
         )
-        scene.segmentation = class_map(scene)
+        scene.segmentation = classes_of_pixels(scene)
         return scene
 
     def _further(self, i: int, first: dict[str, Any], ground: np.ndarray) -> list[dict[str, Any]]:

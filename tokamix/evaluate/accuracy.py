@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tokamix.checkpoint import load_checkpoint
 from tokamix.data import ImageData, Loader, make_loader, open_data
+from tokamix.processes import share
 from tokamix.recipes import Recipe
 from tokamix.registry import create_model
 
@@ -70,7 +71,7 @@ def evaluate(
     workers: int = 0,
     corrupt: Literal["raise", "skip"] = "raise",
 ) -> dict[str, float]:
-    """Accuracy of a run, a checkpoint or a model on a validation set.
+    """Accuracy of a run, a checkpoint or a model on a validation set, over all processes of `torch.distributed`.
 
     Args:
         source: the folder of a run, a checkpoint file (then `model` names what it is of), a timm name whose pretrained
@@ -97,7 +98,7 @@ def evaluate(
         interpolation=config["interpolation"],
     )
     reading: dict[str, Any] = {"batch_size": batch_size, "device": place, "workers": workers, "corrupt": corrupt}
-    loader = make_loader(opened.val, recipe, train=False, **reading, **statistics(config))
+    loader = make_loader(opened.val, recipe, train=False, **reading, **statistics(config), **share())
     return accuracy(network, loader)
 
 

@@ -14,6 +14,7 @@ from tokamix.dense.saved import Config, load_dense
 from tokamix.dense.windows import segment
 from tokamix.evaluate.detection import CocoAP
 from tokamix.evaluate.segmentation import MeanIoU
+from tokamix.processes import share
 from tokamix.recipes import Recipe, load_overrides
 
 INFERENCE = ("scale", "interpolation", "window", "window_stride", "test_scales", "test_flip")
@@ -84,7 +85,7 @@ def evaluate_dense(
     workers: int = 0,
     corrupt: Literal["raise", "skip"] = "raise",
 ) -> dict[str, Any]:
-    """The numbers of a run on a validation set.
+    """The numbers of a run on a validation set, over all processes where `torch.distributed` is initialised.
 
     Args:
         source: the folder of a run.
@@ -102,7 +103,7 @@ def evaluate_dense(
     recipe = inference_recipe(config, overrides)
     reading: dict[str, Any] = {"batch_size": batch_size, "device": place, "workers": workers, "corrupt": corrupt}
     statistics = {"mean": config["mean"], "std": config["std"]}
-    loader = make_scene_loader(opened.val, recipe, config["task"], train=False, **reading, **statistics)
+    loader = make_scene_loader(opened.val, recipe, config["task"], train=False, **reading, **statistics, **share())
     model.to(place)
     if config["task"] == "segment":
         return segment_metrics(model, loader, opened.classes, recipe)

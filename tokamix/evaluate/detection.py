@@ -27,6 +27,18 @@ class _Found(NamedTuple):
     masks: list[dict[str, Any]] | None  # compressed run lengths, which are small
 
 
+def check_detection(dataset: SceneSet, masks: bool) -> None:
+    """Raise where detections in a data set, or their masks, could not be measured; it takes no time."""
+    _tools()
+    if not dataset.has_things():
+        raise DataError("there is nothing to find: no image of the validation set has an annotation that counts")
+    if masks and not dataset.has_masks:
+        raise DataError(
+            "the average precision of masks needs annotations with outlines, and those of the validation set have none;"
+            " add them, or use retinanet"
+        )
+
+
 class CocoAP:
     """Average precision of boxes and masks; each process has its share of the images, and all get the same numbers.
 
@@ -36,10 +48,8 @@ class CocoAP:
     """
 
     def __init__(self, dataset: SceneSet, masks: bool = False) -> None:
-        _tools()
+        check_detection(dataset, masks)
         self.dataset, self.masks = dataset, masks
-        if masks and not dataset.has_masks:
-            raise DataError("the average precision of masks needs annotations with outlines, and these have none")
         self.found: dict[int, _Found] = {}
 
     def update(self, index: int, detection: Mapping[str, Tensor]) -> None:
@@ -81,11 +91,8 @@ class CocoAP:
             raise answer[0]
         return answer[0]
 
-    def results(self, kind: str = "bbox") -> list[dict[str, Any]]:
-        """This process's detections in the form of COCO's result files, of boxes ("bbox") or masks ("segm")."""
-        return self._results(self.found, kind)
-
     def _results(self, found: dict[int, _Found], kind: str) -> list[dict[str, Any]]:
+        """Detections in the form of COCO's result files, of boxes ("bbox") or masks ("segm")."""
         rows = []
         for index in sorted(found):
             boxes, labels, scores, masks = found[index]
@@ -103,8 +110,6 @@ class CocoAP:
             truth = coco()
             truth.dataset = self.dataset.coco_dict()
             truth.createIndex()
-            if all(entry["iscrowd"] for entry in truth.dataset["annotations"]):
-                raise DataError("there is nothing to find: the validation set has no things in it")
             self._check_sizes(found, truth.dataset["images"])
             for kind, name in (("bbox", "box"), ("segm", "mask"))[: 1 + self.masks]:
                 run = evaluation(truth, _loaded(coco, truth, self._results(found, kind)), kind)

@@ -1,6 +1,5 @@
 """One process or many: Accelerate over torch.distributed, DDP and FSDP2."""
 
-import os
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tokamix.processes import join
 from tokamix.recipes import Recipe
 from tokamix.train.compiling import compile_blocks
 from tokamix.train.optim import make_optimizer
@@ -33,23 +33,8 @@ def make_accelerator(precision: str, device: str | None = None) -> Accelerator:
     if precision == "fp16" and cpu:
         raise ValueError("fp16 needs a GPU; on the CPU train with --set precision=fp32 or precision=bf16")
     if cpu or torch.cuda.is_available():
-        _join("gloo" if cpu else "nccl")
+        join("gloo" if cpu else "nccl")
     return Accelerator(mixed_precision={"fp32": "no"}.get(precision, precision), cpu=cpu)
-
-
-def _join(backend: str) -> None:
-    """Meet the other processes, if there are any.
-
-    torchrun keeps its meeting place over an elastic restart, and with it the addresses of processes that are dead; each
-    attempt has a corner of its own here.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
-        return
-    if backend == "nccl":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    store, rank, world = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
 def distribute(

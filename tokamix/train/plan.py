@@ -13,6 +13,7 @@ from tokamix.data import Dataset, ImageData, make_loader, open_data
 from tokamix.data.scene_loader import make_scene_loader
 from tokamix.data.scenes import SceneData, open_scenes
 from tokamix.evaluate.accuracy import statistics
+from tokamix.evaluate.detection import check_detection
 from tokamix.recipes import Recipe
 from tokamix.train.build import build_dense, build_model, data_config, timm_config
 from tokamix.train.parallel import Accelerator
@@ -99,6 +100,8 @@ def _dense(
     if not isinstance(opened, SceneData):
         raise ValueError(f"task {recipe.task} needs scenes, but {opened.name} holds images with one label each")
     network, config = build_dense(model, recipe, opened, checkpoint, pretrained)
+    if recipe.task == "detect":
+        check_detection(opened.val, network.has_masks)
 
     def equip(accelerator: Accelerator, reading: Row) -> tuple[Loaders, Task]:
         common = {**reading, **_place(recipe, accelerator), "mean": config["mean"], "std": config["std"]}
