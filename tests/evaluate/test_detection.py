@@ -14,6 +14,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from tests.data.scene_files import CATEGORIES, content, thing, write_coco
+from tests.train.tiny_dense import run
 from tokamix.data import DataError, Scene, open_scenes
 from tokamix.evaluate import CocoAP, check_detection
 
@@ -266,6 +267,25 @@ def test_what_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "pycocotools.coco", None)
     with pytest.raises(ImportError, match=r"average precision needs pycocotools: pip install 'tokamix\[detect\]'"):
         CocoAP(open_scenes("shapes", "detect").val)
+
+
+def test_a_run_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after its first round."""
+    good = thing(1, 10, [3, 4, 10, 8])
+    bare = {key: value for key, value in good.items() if key != "segmentation"}
+
+    def refused(told: list[dict], message: str, **settings: Any) -> None:
+        write_coco(tmp_path, "train", content(1, [good]))
+        write_coco(tmp_path, "val", content(1, told))
+        with pytest.raises((DataError, ImportError), match=message):
+            run("detect", tmp_path / "run", open_scenes(str(tmp_path), "detect"), batch_size=1, **settings)
+        assert not (tmp_path / "run/metrics.jsonl").exists()
+
+    refused([], "there is nothing to find: no image of the validation set has an annotation that counts")
+    masks = {"method": "mask_rcnn", "method_kwargs": {"width": 16, "regions": 16}}
+    refused([bare], "needs annotations with outlines, and those of the validation set have none", **masks)
+    monkeypatch.setitem(sys.modules, "pycocotools.coco", None)
+    refused([good], "average precision needs pycocotools")
 
 
 def test_masks_of_another_size(tmp_path: Path) -> None:
