@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,18 +13,22 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import tokamix.evaluate.dense
+from tests.data.scene_files import content, thing, write_coco
 from tests.train.test_resume import Stop, stop_at
 from tests.train.tiny import assert_same_bits, tiny_data
 from tests.train.tiny import run as run_classifier
 from tests.train.tiny_dense import DETECT, SEGMENT, run, tiny_scenes
 from tokamix.data import Loader
+from tokamix.data.scenes import open_scenes
+from tokamix.dense import create_segmenter
 from tokamix.dense.saved import load_dense
 from tokamix.evaluate.dense import evaluate_dense
 from tokamix.train import train
 from tokamix.train.engine import NotFiniteError
 from tokamix.train.optim import make_optimizer, make_schedule
 from tokamix.train.rounds import Rounds
-from tokamix.train.tasks.dense import Dense
+from tokamix.train.tasks.dense import SHOWN, Dense
+from tokamix.train.tasks.segment import Segment
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -60,16 +65,17 @@ CASES = {
     "detect": {"ema": 0.9, "scales": (24, 32, 40), "scale": (64, 32), "backbone": "stvit_small", "drop_path": 0.1}
     | {"model_kwargs": {"dims": [16] * 4, "depths": [1] * 4, "num_heads": [2] * 4, "stoken_sizes": [4, 2, 1, 1]}},
     "masks": {**MASKS, "iterations": 4, "eval_every": 2},
+    "cascade": {**MASKS, "method": "cascade_mask_rcnn", "iterations": 2, "eval_every": 1, "batch_size": 2},
 }
 
 
 # within an epoch of the data, and after an evaluation
-STOPS = [("segment", 2), ("segment", 4), ("upernet", 4), ("detect", 4), ("masks", 1)]
+STOPS = [("segment", 2), ("segment", 4), ("upernet", 4), ("detect", 4), ("masks", 1), ("cascade", 1)]
 
 
 @pytest.mark.parametrize(("name", "update"), STOPS)
 def test_going_on_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, update: int) -> None:
-    task = "detect" if name in ("detect", "masks") else "segment"
+    task = "segment" if name in ("segment", "upernet") else "detect"
     settings = {"save_every": 1, **CASES[name]}
     whole = run(task, tmp_path / "whole", **settings)
     stop_at(monkeypatch, update)
@@ -86,10 +92,14 @@ def test_going_on_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name
 
 def test_two_processes(tmp_path: Path) -> None:
     """Each measures its share of the images; together they get the numbers of one process, for every method."""
+    normed = {key: CASES["detect"][key] for key in ("backbone", "model_kwargs")}  # its finest level has an idle norm
     runs = [
         {"task": "segment", "output": str(tmp_path / "segment"), "iterations": 2, "eval_every": 2},
+        {"task": "detect", "output": str(tmp_path / "normed"), "iterations": 2, "eval_every": 2, **normed},
         {"task": "detect", "output": str(tmp_path / "detect"), "iterations": 2, "eval_every": 2},
         {"task": "detect", "output": str(tmp_path / "masks"), "iterations": 2, "eval_every": 2, **MASKS},
+        {"task": "detect", "output": str(tmp_path / "cascade"), "iterations": 1, "eval_every": 1, **MASKS}
+        | {"method": "cascade_mask_rcnn"},
     ]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "tests.train.dense_worker", json.dumps(runs)]
@@ -121,8 +131,8 @@ def test_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["miou"] == pytest.approx(result.score)
     assert found["iou/background"] > 0
     asked: dict = {}
-    real = tokamix.evaluate.dense.segment
-    monkeypatch.setattr(tokamix.evaluate.dense, "segment", lambda *a, **kw: asked.update(kw) or real(*a, **kw))
+    real = tokamix.evaluate.dense.classify
+    monkeypatch.setattr(tokamix.evaluate.dense, "classify", lambda *a, **kw: asked.update(kw) or real(*a, **kw))
     settings = ["test_flip=true", "window=24", "test_scales=[0.5, 1]"]
     evaluate_dense(tmp_path / "a", data, overrides=settings, device="cpu")
     assert asked == {"size": (32, 32), "window": 24, "stride": None, "scales": (0.5, 1.0), "flip": True}
@@ -166,14 +176,26 @@ def test_starting_from_a_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         run("detect", tmp_path / "b", finetune=True)
 
 
-def test_starting_from_a_segmenter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starting_from_a_segmenter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The same method takes everything but what depends on other classes, another method the backbone."""
     run("segment", tmp_path / "old", iterations=2, eval_every=2)
     old = load_file(tmp_path / "old" / "model.safetensors")
     start = first_weights(monkeypatch)
     data = tiny_scenes("segment")
-    run("segment", tmp_path / "same", data, checkpoint=tmp_path / "old", iterations=1, eval_every=1, seed=5)
-    assert all(torch.equal(t, old[name]) for name, t in start.items())
+    for number, source in enumerate(("old", "old/model.safetensors")):
+        folder = tmp_path / f"same_{number}"
+        run("segment", folder, data, checkpoint=tmp_path / source, iterations=1, eval_every=1, seed=5)
+        assert all(torch.equal(t, old[name]) for name, t in start.items())
+    assert not caplog.records
+    (tmp_path / "alone.safetensors").write_bytes((tmp_path / "old" / "model.safetensors").read_bytes())
+    alone = {"checkpoint": tmp_path / "alone.safetensors", "iterations": 1, "eval_every": 1, "seed": 5}
+    run("segment", tmp_path / "alone", data, **alone)
+    (message,) = caplog.messages
+    assert message.endswith("says nothing of its method: the backbone alone is taken; give the run's folder")
+    assert all(torch.equal(t, old[name]) for name, t in start.items() if name.startswith("backbone."))
+    assert not all(torch.equal(t, old[name]) for name, t in start.items())
     fewer = replace(data, classes=data.classes[:5])
     for part in (fewer.train, fewer.val):
         part.classes, part.category_ids = part.classes[:5], part.category_ids[:5]
@@ -188,6 +210,104 @@ def test_starting_from_a_segmenter(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {name for name in start if name.startswith("backbone.body.")} <= shared
     with pytest.raises(ValueError, match="holds a segmenter with semantic_fpn, no classifier"):
         run_classifier(tmp_path / "c", checkpoint=tmp_path / "old")
+
+
+def bad_scenes(root: Path, **annotation: Any) -> str:
+    """Four pictures in COCO's form to train on, five for validation."""
+    for part, images in (("train", 4), ("val", 5)):
+        things = [thing(i + 1, 10 + i, [5, 5, 20, 20], **annotation) for i in range(images)]
+        write_coco(root, part, content(images, things))
+    return str(root)
+
+
+@pytest.mark.parametrize("task", ["segment", "detect"])
+def test_pictures_that_cannot_be_read(tmp_path: Path, task: str) -> None:
+    """They are left out where that is asked for, also of the sheet."""
+    source = bad_scenes(tmp_path / "data")
+    (tmp_path / "data" / "val" / "10.png").write_bytes(b"no picture")
+    data = open_scenes(source, task)
+    result = run(task, tmp_path / "a", data, corrupt="skip", iterations=1, eval_every=1, batch_size=2)
+    assert len(result.epochs) == 1
+    with Image.open(tmp_path / "a" / "pictures" / "epoch_0001.png") as sheet:
+        assert sheet.height > SHOWN * 240  # so many rows of 320 x 256
+
+
+def test_boxes_do_not_need_masks(tmp_path: Path) -> None:
+    """RetinaNet looks at no outline, so one that is of another size does not matter."""
+    source = bad_scenes(tmp_path / "data", segmentation={"size": [20, 60], "counts": [0, 400, 800]})
+    run("detect", tmp_path / "a", open_scenes(source, "detect"), iterations=1, eval_every=1, batch_size=2)
+    assert (tmp_path / "a" / "pictures" / "epoch_0001.png").is_file()
+
+
+def test_no_run_ends_for_want_of_a_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def truth(self, scene):
+        raise ValueError("no truth")
+
+    monkeypatch.setattr(Segment, "truth", truth)
+    assert len(run("segment", tmp_path).epochs) == 2
+    assert caplog.messages == ["there is no picture of predictions: ValueError: no truth"]
+    assert not (tmp_path / "pictures").exists()
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_pictures_show_the_best_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, averaged: bool) -> None:
+    """Those that were evaluated last are the average's."""
+    scores = iter([2.0, 3.0] if averaged else [3.0, 2.0])
+    shown: list[dict[str, torch.Tensor]] = []
+
+    def picture(self, model):
+        shown.append({name: t.clone() for name, t in model.state_dict().items()})
+
+    monkeypatch.setattr(Segment, "evaluate", lambda *args: {"miou": next(scores)})
+    monkeypatch.setattr(Segment, "picture", picture)
+    result = run("segment", tmp_path, ema=0.9, iterations=3, eval_every=3)
+    assert result.best["averaged"] == averaged
+    best = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(t, best[name]) for name, t in shown[0].items())
+
+
+def test_compiled_for_all_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More sizes of images make no more graphs; the same losses as without."""
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    real = torch.nn.Module.compile
+    settings = {"scale": (64, 32), "iterations": 12, "eval_every": 6}
+    plain = run("detect", tmp_path / "plain", **settings, scales=(24, 32))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **kw: real(self, backend=count, **kw))
+    numbers = []
+    for name, scales in (("few", (24, 32)), ("many", (24, 28, 32, 36, 40, 44, 48, 52))):
+        torch._dynamo.reset()
+        graphs.clear()
+        compiled = run("detect", tmp_path / name, **settings, scales=scales, compile=True)
+        if name == "few":
+            losses = [[row["train_loss"] for row in result.epochs] for result in (plain, compiled)]
+            assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+        numbers.append(len(graphs))
+    torch._dynamo.reset()
+    assert 0 < numbers[0] <= numbers[1] <= 4  # a size, then all others; in training, and in evaluation
+
+
+@pytest.mark.parametrize("body", ["test_resnet", "test_efficientnet"])
+def test_statistics_of_all_processes(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """Every BatchNorm is converted, those with an activation inside too, and the model answers as before."""
+    model = create_segmenter("semantic_fpn", body, 3, width=16, neck_width=16).eval()
+    task = Segment(SEGMENT, tiny_scenes("segment"), {})
+    image = torch.randn(1, 3, 64, 64)
+    before = model(image)
+    norms = sum(isinstance(m, torch.nn.BatchNorm2d) for m in model.modules())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *args: 2)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda *args: "nccl")
+    task.prepare(model)
+    assert sum(isinstance(m, torch.nn.SyncBatchNorm) for m in model.modules()) == norms > 5
+    assert not any(isinstance(m, torch.nn.BatchNorm2d) for m in model.modules())
+    assert torch.equal(model(image), before)
 
 
 def test_a_loss_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

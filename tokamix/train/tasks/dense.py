@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from PIL import Image
+from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 from torchvision.transforms.functional import to_pil_image
 
@@ -48,7 +49,7 @@ class Dense:
         """BatchNorm takes its statistics over all processes, for each has few of the large images; compile the body."""
         if dist.is_initialized() and dist.get_world_size() > 1 and any(map(_is_batch_norm, model.modules())):
             if dist.get_backend() == "nccl":
-                nn.SyncBatchNorm.convert_sync_batchnorm(model)
+                convert_sync_batchnorm(model)  # timm's, which keeps what else is in its norms
             else:
                 _log.warning("BatchNorm sees the images of each process alone: PyTorch joins them on GPUs only")
         if self.recipe.compile:  # not the heads, which see another number of things each time
