@@ -11,10 +11,12 @@ CLASSES = 5
 LAST = ("cls_logits", "bbox_reg", "bbox_pred", "classify", "regress", "mask_fcn_logits")
 
 
-def small(method: str, seed: int = 0, spread: float = 0.0, **kwargs: int) -> Detector:
+def small(
+    method: str, seed: int = 0, spread: float = 0.0, body: str | nn.Module = "resnet10t", **kwargs: int
+) -> Detector:
     """A detector of a few channels; with `spread` its heads say something before they have learned."""
     torch.manual_seed(seed)
-    detector = create_detector(method, "resnet10t", CLASSES, width=32, **kwargs)
+    detector = create_detector(method, body, CLASSES, width=32, **kwargs)
     if spread:
         for name, p in detector.named_parameters():
             if p.ndim > 1 and not name.startswith(("backbone.", "neck.")):

@@ -13,7 +13,7 @@ from transformers import TimmBackbone, TimmBackboneConfig
 import tokamix
 from tests.conftest import assert_golden, load_golden
 from tests.models.test_atmnet import TINY, build, translate
-from tokamix.dense import Backbone, VitPyramid, make_backbone
+from tokamix.dense import Backbone, VitPyramid, create_segmenter, make_backbone
 from tokamix.dense.backbone import LevelNorms
 from tokamix.dense.vit_pyramid import taps
 from tokamix.models.atmnet import ATMNet
@@ -43,6 +43,10 @@ TIMMS = {
     "xcit_nano_12_p8_224": VitPyramid,
     "efficientnet_b0": nn.Identity,
     "dla46_c": nn.Identity,  # which only features_only takes apart
+    "efficientvit_b0": nn.Identity,  # whose head cannot be pruned
+    "naflexvit_base_patch16_gap": VitPyramid,  # which cannot be pruned at all
+    "vit_small_patch14_dinov2": VitPyramid,
+    "vit_small_patch32_224": VitPyramid,
 }
 
 
@@ -91,6 +95,32 @@ def test_maps(name: str, levels: type[nn.Module]) -> None:
     sum(features.square().mean() for features in backbone(torch.randn(2, 3, 64, 64))).backward()
     assert [n for n, p in backbone.named_parameters() if p.requires_grad and p.grad is None] == []
     assert backbone.no_weight_decay() <= {n for n, _ in backbone.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["cait_xxs24_224", "levit_128s", "efficientformerv2_s0"])
+def test_models_of_one_size(name: str) -> None:
+    """Smaller images are padded to it, all that is trained gets a gradient, and larger ones get a sentence."""
+    backbone = make_backbone(name)
+    assert backbone.fixed == (224, 224)
+    images = torch.randn(2, 3, 70, 45)
+    assert backbone.pad(images).shape == (2, 3, 224, 224)
+    maps = backbone(images)
+    assert [m.shape[1:] for m in maps] == [
+        (c, 224 // s, 224 // s) if 224 % s == 0 else (c, 4, 4)
+        for c, s in zip(backbone.channels, backbone.strides, strict=True)
+    ]
+    sum(m.square().mean() for m in maps).backward()
+    assert [n for n, p in backbone.named_parameters() if p.requires_grad and p.grad is None] == []
+    with pytest.raises(ValueError, match=r"takes images of at most 224x224 px, got 64x230; make it with img_size=\(64"):
+        backbone(torch.zeros(1, 3, 64, 230))
+
+
+def test_models_of_one_size_take_another() -> None:
+    backbone = make_backbone("cait_xxs24_224", img_size=(64, 96)).eval()
+    assert backbone.fixed == (64, 96)
+    assert [m.shape[-2:] for m in backbone(torch.zeros(1, 3, 50, 96))] == [(16, 24), (8, 12), (4, 6), (2, 3)]
+    segmenter = create_segmenter("semantic_fpn", backbone, 3, width=8, neck_width=8).eval()
+    assert segmenter(torch.zeros(1, 3, 50, 90)).shape == (1, 3, 50, 90)
 
 
 def test_padding_is_on_the_right_and_below_and_no_larger_than_needed() -> None:
@@ -148,8 +178,20 @@ def test_vit_pyramid_by_hand() -> None:
     finer = VitPyramid(1, stride=8)
     assert [tuple(m.shape[-2:]) for m in finer([torch.zeros(1, 1, 8, 12)] * 4)] == [(16, 24), (8, 12), (4, 6), (2, 3)]
     assert pyramid.strides == finer.strides == (4, 8, 16, 32)
-    with pytest.raises(ValueError, match="patches of 8 or 16 px, not of 14"):
-        VitPyramid(1, stride=14)
+    with pytest.raises(ValueError, match="patches of 8 to 32 px, not of 4"):
+        VitPyramid(1, stride=4)
+
+
+@pytest.mark.parametrize("stride", [14, 32])
+def test_maps_of_other_strides_are_resized_to_16(stride: int) -> None:
+    """A ramp over an image of 224 px is the same ramp on every level; the max-pooled one is half a cell ahead."""
+    pyramid = VitPyramid(1, stride)
+    cells = 224 // stride
+    ramp = (torch.arange(cells) + 0.5) * stride
+    _, _, one, half = pyramid([ramp.expand(1, 1, cells, cells)] * 4)
+    assert one.shape[-2:] == (14, 14)
+    assert half.shape[-2:] == (7, 7)
+    torch.testing.assert_close(one[0, 0, 3, 1:-1], (torch.arange(1, 13) + 0.5) * 16)
 
 
 def test_columns_are_tapped_after_the_blocks_named() -> None:
@@ -189,7 +231,13 @@ def test_arguments_reach_the_model() -> None:
     backbone = make_backbone("atmnet_xtiny", drop_path=0.3, in_chans=4)
     assert backbone.body.stages[3].blocks[-1].drop_path.drop_prob == pytest.approx(0.3)
     assert backbone(torch.zeros(1, 4, 32, 32))[0].shape == (1, 64, 8, 8)
+    with pytest.raises(ValueError, match="made for images of 4 channels, got 3; set in_chans"):
+        backbone(torch.zeros(1, 3, 32, 32))
     assert make_backbone(backbone) is backbone
+    swin = timm.create_model("swin_tiny_patch4_window7_224", in_chans=4, strict_img_size=False, always_partition=True)
+    finished = make_backbone(swin)
+    assert finished.fixed is None
+    assert finished(torch.zeros(1, 4, 64, 32))[3].shape == (1, 768, 2, 1)
 
 
 def test_checkpointing_gives_the_same_gradients() -> None:

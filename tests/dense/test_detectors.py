@@ -9,11 +9,14 @@ from torch import Tensor
 from torchvision.ops import box_iou
 
 from tests.dense.detectors import CLASSES, small, target
+from tests.models.test_atmnet import TINY
 from tokamix.data.shapes import Shapes
-from tokamix.dense import Detector, create_detector
+from tokamix.dense import Detector, create_detector, make_backbone
+from tokamix.models.atmnet import ATMNet
 
 STEPS = {"retinanet": 80, "mask_rcnn": 40, "cascade_mask_rcnn": 40}
 METHODS = ("retinanet", "mask_rcnn", "cascade_mask_rcnn")
+BODIES = ("resnet10t", "norms", "xcit_nano_12_p16_sima")  # plain levels, a norm on each, and a column
 SIZE = (64, 96)
 SCENE = target([[5, 6, 40, 50], [50, 20, 90, 60]], [1, 4], SIZE)
 
@@ -45,7 +48,7 @@ def lost(detector: Detector, images: Tensor | list[Tensor], targets: list[dict[s
     detector.zero_grad()
     losses = detector(images, targets)
     sum(losses.values()).backward()
-    for name, p in detector.named_parameters():
+    for name, p in ((name, p) for name, p in detector.named_parameters() if p.requires_grad):
         assert p.grad is not None, name
         assert p.grad.isfinite().all(), name
     values = {name: loss.item() for name, loss in losses.items()}
@@ -77,12 +80,47 @@ def test_boxes_lie_in_their_image(detector: Detector) -> None:
         check(one, size, detector.has_masks)
 
 
-def test_gradients_reach_everything(method: str) -> None:
+@pytest.mark.parametrize("body", BODIES)
+def test_gradients_reach_everything(method: str, body: str) -> None:
     """In training mode, with batch statistics, images of several sizes and one without objects."""
-    fresh = fewer(small(method)).train()
+    fresh = fewer(small(method, body=ATMNet(**TINY) if body == "norms" else body)).train()
     images = [torch.randn(3, 64, 96), torch.randn(3, 50, 70)]
     values = lost(fresh, images, [SCENE, target([], [], (50, 70))])
     assert all(value > 0 for value in values.values())
+
+
+def test_levels_that_nobody_looks_at_have_no_layers() -> None:
+    """RetinaNet starts at stride 8; the backbone it was made of can still serve another detector."""
+    backbone = make_backbone("xcit_nano_12_p16_sima")
+    retina = create_detector("retinanet", backbone, 2, width=8)
+    assert [sum(p.numel() for p in level.parameters()) > 0 for level in backbone.levels.levels] == [1, 1, 0, 0]
+    assert [sum(p.numel() for p in level.parameters()) > 0 for level in retina.backbone.levels.levels] == [0, 1, 0, 0]
+    assert retina.backbone.body is backbone.body
+    assert create_detector("mask_rcnn", backbone, 2, width=8).backbone is backbone
+
+
+def test_training_in_bfloat16(method: str) -> None:
+    fresh = fewer(small(method)).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        values = lost(fresh, torch.randn(2, 3, *SIZE), [SCENE, target([], [], SIZE)])
+    assert all(value > 0 for value in values.values())
+
+
+@pytest.mark.parametrize("regions", [0, -3])
+def test_regions(method: str, regions: int) -> None:
+    if method == "retinanet":
+        with pytest.raises(ValueError, match=f"no regions to train on {regions} of"):
+            small(method, regions=regions)
+        return
+    with pytest.raises(
+        ValueError, match=f"{method} learns from at least one region of an image, got regions={regions}"
+    ):
+        small(method, regions=regions)
+    stages = small(method, regions=7).stages
+    scene = target([[5, 6, 40, 50]], [1], SIZE)
+    assert [len(stage.sample([torch.rand(50, 4).sort(1)[0] * 60], [scene]).labels) for stage in stages] == [7] * len(
+        stages
+    )
 
 
 def test_no_objects_at_all(detector: Detector) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.models.test_atmnet import TINY
 from tokamix import load_checkpoint
-from tokamix.dense import METHODS, Segmenter, create_segmenter, make_backbone
+from tokamix.dense import METHODS, Segmenter, create_segmenter, make_backbone, upernet
 from tokamix.dense.segmenter import ConvNorm, segmentation_loss
 from tokamix.dense.semantic_fpn import SemanticFPNHead
 from tokamix.dense.upernet import PyramidPooling, UperHead
@@ -104,9 +104,10 @@ def test_upernet_head_by_formula() -> None:
     torch.testing.assert_close(head(maps), classify(head.classifier, fused))
 
 
-def test_pyramid_pooling_by_hand() -> None:
+def test_pyramid_pooling_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """A 2x2 map beside its mean and itself again: three copies of a weight of one, summed at the pixel itself."""
-    pooling = PyramidPooling(1, 1, pools=(1, 2)).eval()
+    monkeypatch.setattr(upernet, "POOLS", (1, 2))
+    pooling = PyramidPooling(1, 1).eval()
     for block in (*pooling.branches, pooling.fuse):
         centre = block[0].weight.shape[-1] // 2
         block[0].weight.data.zero_()[..., centre, centre] = 1.0
@@ -218,7 +219,7 @@ def test_contract() -> None:
         model = small(method, num_classes=7)
         names = {n for n, _ in model.named_parameters()}
         assert model.method == method
-        assert model.method in METHODS
+        assert model.method in METHODS["segment"]
         assert model.num_classes == 7
         assert model.no_weight_decay() <= names
         assert "backbone.body.stages.0.peg.conv.weight" in model.no_weight_decay()

@@ -1,12 +1,15 @@
 """Sliding windows, scales and mirrored images."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.test_atmnet import TINY
-from tokamix.dense import create_segmenter
-from tokamix.dense.windows import segment, slide
+from tokamix.dense import create_segmenter, windows
+from tokamix.dense.windows import classify, segment, slide
 from tokamix.models.atmnet import ATMNet
 
 
@@ -83,11 +86,59 @@ def test_a_segmenter() -> None:
     assert segment(model, images[..., :1, :], scales=(0.25, 1.0), flip=True).shape == (1, 4, 1, 70)
 
 
+class Largest(TorchDispatchMode):
+    """How many values the largest tensor has that is made."""
+
+    values = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.values = max(self.values, out.numel())
+        return out
+
+
+HOW = [
+    {},
+    {"size": (45, 70)},
+    {"size": (101, 203)},
+    {"size": (7, 300)},
+    {"size": (201, 303), "flip": True},
+    {"size": (20, 31), "scales": (0.5, 1.3), "flip": True},
+    {"size": (201, 303), "scales": (0.5, 1.3), "window": 30},
+]
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize("strip", [1, 2000, 2**23])
+def test_classes_are_those_of_the_probabilities(monkeypatch: pytest.MonkeyPatch, how: Any, strip: int) -> None:
+    """Wherever two classes are not as likely as each other up to rounding."""
+    monkeypatch.setattr(windows, "STRIP", strip)
+    images = torch.randn(2, 3, 45, 70)
+    found = classify(colours, images, **how)
+    best, order = segment(colours, images, **how).topk(2, dim=1)
+    assert found.dtype == torch.int64
+    assert found.shape == order[:, 0].shape
+    assert ((found == order[:, 0]) | (best[:, 0] - best[:, 1] < 1e-5)).all()
+    assert (found == order[:, 0]).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("how", [{}, {"flip": True}, {"scales": (0.5, 1.5)}], ids=str)
+def test_classes_of_a_large_image_need_little_memory(monkeypatch: pytest.MonkeyPatch, how: Any) -> None:
+    """Nothing is larger than a class for each pixel; the probabilities would be four times that."""
+    monkeypatch.setattr(windows, "STRIP", 2**14)
+    with Largest() as largest:
+        classes = classify(colours, torch.randn(1, 3, 30, 40), size=(600, 800), **how)
+    assert largest.values == classes.numel() == 600 * 800
+
+
 def test_bad_arguments() -> None:
     images = torch.zeros(1, 3, 8, 8)
     with pytest.raises(ValueError, match="windows of 4x4 px at strides of 6x6 px leave gaps"):
         slide(colours, images, 4, 6)
     with pytest.raises(ValueError, match=r"scales must be one or more positive numbers, got \(\)"):
         segment(colours, images, scales=())
+    with pytest.raises(ValueError, match=r"scales must be one or more positive numbers, got \(\)"):
+        classify(colours, images, scales=())
     with pytest.raises(ValueError, match=r"positive numbers, got \(0.5, -1\)"):
         segment(colours, images, scales=(0.5, -1))

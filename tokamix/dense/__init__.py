@@ -16,11 +16,11 @@ from tokamix.dense.semantic_fpn import SemanticFPN
 from tokamix.dense.upernet import UperNet
 from tokamix.dense.vit_pyramid import VitPyramid
 
-SEGMENTERS = ("semantic_fpn", "upernet")
+SEGMENTERS = (SemanticFPN.method, UperNet.method)
 DETECTORS: dict[str, type[RetinaNet | MaskRCNN]] = {
     kind.method: kind for kind in (RetinaNet, MaskRCNN, CascadeMaskRCNN)
 }
-METHODS = (*SEGMENTERS, *DETECTORS)
+METHODS = {"segment": SEGMENTERS, "detect": tuple(DETECTORS)}
 NECKS: dict[str, type[FPN]] = {"fpn": FPN, "atm_fpn": AtmFPN}
 
 

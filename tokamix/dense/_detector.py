@@ -41,7 +41,7 @@ class Detector(DenseModel):
         super().__init__()
         if num_classes < 1:
             raise ValueError(f"{self.method} needs at least one class, got {num_classes}; background is not counted")
-        self.backbone = backbone
+        self.backbone = backbone.skip(neck.start) if neck.start else backbone
         self.neck: FPN = neck
         self.num_classes = num_classes
 

@@ -1,5 +1,7 @@
 """Any timm model as a backbone for dense prediction: a few maps, fine to coarse, of images of any size."""
 
+import copy
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from tokamix.checkpoint import load_checkpoint, read_checkpoint, unwrap
@@ -46,6 +49,8 @@ class Backbone(nn.Module):
         channels: of the levels, fine to coarse.
         strides: pixels of the image for each pixel of the levels.
         multiple: images are padded to multiples of it (and at least to the largest stride) at the right and bottom.
+        in_chans: channels of the images, where they are known.
+        fixed: (height, width) of the only images the body takes; smaller ones are padded to it. None for any size.
     """
 
     def __init__(
@@ -56,29 +61,60 @@ class Backbone(nn.Module):
         channels: Sequence[int],
         strides: Sequence[int],
         multiple: int,
+        in_chans: int | None = None,
+        fixed: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
         self.body, self.levels, self.multiple = body, levels, multiple
+        self.in_chans, self.fixed = in_chans, fixed
         self.indices = None if indices is None else list(indices)
         self.channels, self.strides = tuple(channels), tuple(strides)
 
     def pad(self, images: Tensor) -> Tensor:
         """The images with zeros at the right and bottom, to sides the body takes; zero is the mean colour."""
         height, width = images.shape[-2:]
-        least = self.strides[-1]
-        right, below = (max(-side % self.multiple, least - side) for side in (width, height))
+        if self.in_chans not in (None, images.shape[1]):
+            raise ValueError(
+                f"this backbone was made for images of {self.in_chans} channels, got {images.shape[1]}; set in_chans to"
+                " the images' number of channels or leave it out"
+            )
+        if self.fixed is None:
+            least = self.strides[-1]
+            right, below = (max(-side % self.multiple, least - side) for side in (width, height))
+        else:
+            below, right = self.fixed[0] - height, self.fixed[1] - width
+            if min(below, right) < 0:
+                raise ValueError(
+                    f"{type(self.body).__name__} takes images of at most {self.fixed[0]}x{self.fixed[1]} px, got"
+                    f" {height}x{width}; make it with img_size=({height}, {width}) (model_kwargs.img_size in a recipe),"
+                    " use smaller images, or choose another model"
+                )
         return F.pad(images, (0, right, 0, below)) if right or below else images
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        """Images (B, 3, H, W) -> maps (B, channels[i], H_i, W_i) of the padded images."""
-        images = self.pad(images)
+        """Images (B, in_chans, H, W) -> maps (B, channels[i], H_i, W_i) of the padded images."""
+        return self.levels(self._maps(self.pad(images)))
+
+    def _maps(self, images: Tensor) -> list[Tensor]:
         if self.indices is None:
-            maps = self.body(images)
-        else:
-            maps = self.body.forward_intermediates(  # type: ignore[operator]
-                images, indices=self.indices, output_fmt="NCHW", intermediates_only=True
-            )
-        return self.levels(list(maps))
+            return list(self.body(images))
+        return self.body.forward_intermediates(  # type: ignore[operator]
+            images, indices=self.indices, output_fmt="NCHW", intermediates_only=True
+        )
+
+    @torch.jit.ignore
+    def skip(self, count: int) -> "Backbone":
+        """The same body, with nothing done to the first `count` levels, for necks that do not look at them.
+
+        Layers there would get no gradient, which several processes cannot train with, and cost time.
+        """
+        levels = copy.deepcopy(self.levels)  # this backbone stays as it is
+        layers = levels.levels if isinstance(levels, VitPyramid) else levels
+        if isinstance(layers, nn.ModuleList):
+            for i in range(count):
+                layers[i] = nn.Identity()
+        rest = (self.channels, self.strides, self.multiple, self.in_chans, self.fixed)
+        return Backbone(self.body, self.indices, levels, *rest)
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -122,7 +158,8 @@ def make_backbone(
     """A backbone out of a timm model.
 
     Pyramids give their levels from stride 4 on; columns (DeiT, XCiT and their relatives) give four through
-    `VitPyramid`.
+    `VitPyramid`. Where a model takes images of one size alone, smaller ones are padded to it; `img_size` changes it
+    in many of them.
 
     Args:
         model: its name, or the model itself; a `Backbone` is returned as it is.
@@ -156,14 +193,14 @@ def make_backbone(
         )
     state = None if checkpoint is None else _read(checkpoint)
     saved = {} if state is None else split_levels(state)
-    fresh = [] if state is None else load_checkpoint(body, state, strict=False).fresh
-
     reductions = [part["reduction"] for part in info]
     column = len(set(reductions)) == 1 and len(info) > 1
     indices = taps(len(info)) if column else [i for i, stride in enumerate(reductions) if stride >= 4]
     # resolved before pruning, which drops what lies behind the last of them
-    body.prune_intermediate_layers(list(indices), prune_norm=True, prune_head=True)  # type: ignore[operator]
+    _prune(body, indices)
     channels, strides = ([info[i][key] for i in indices] for key in ("num_chs", "reduction"))
+    # without the classifier, whose weights nobody misses
+    fresh = [] if state is None else load_checkpoint(body, state, strict=False).fresh
     lost = sorted(set(fresh) & {name for name, _ in body.named_parameters()})
     if lost:
         raise ValueError(
@@ -172,7 +209,8 @@ def make_backbone(
     _freeze_idle(body)
     levels: nn.Module = nn.Identity()
     if column:
-        levels, multiple = VitPyramid(channels[0], strides[0]), strides[0]
+        levels = VitPyramid(channels[0], strides[0])
+        multiple = strides[0] if strides[0] in (8, 16) else math.lcm(strides[0], 16)
         channels, strides = list(levels.channels), list(levels.strides)
     else:
         if level_norm and getattr(body, "output_fmt", "") == "NHWC":
@@ -182,7 +220,8 @@ def make_backbone(
         multiple = strides[0] if exact else strides[-1]
     if saved and levels.state_dict():
         levels.load_state_dict(saved)
-    return Backbone(body, indices, levels, channels, strides, multiple)
+    in_chans = kwargs.get("in_chans", 3) if isinstance(model, str) else None
+    return _sized(Backbone(body, indices, levels, channels, strides, multiple, in_chans), kwargs, reductions[-1])
 
 
 def _create(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
@@ -218,14 +257,50 @@ def _from_feature_list(name: str, pretrained: bool, kwargs: dict[str, Any]) -> B
     indices = [i for i, stride in zip(info.out_indices, info.reduction(), strict=True) if stride >= 4]
     body = create_model(name, pretrained=pretrained, features_only=True, out_indices=indices, **kwargs)
     strides = body.feature_info.reduction()
-    return Backbone(body, None, nn.Identity(), body.feature_info.channels(), strides, strides[-1])
+    channels = body.feature_info.channels()
+    chans = kwargs.get("in_chans", 3)
+    return _sized(Backbone(body, None, nn.Identity(), channels, strides, strides[-1], chans), kwargs, strides[-1])
+
+
+@torch.no_grad()
+def _sized(backbone: Backbone, kwargs: dict[str, Any], stride: int) -> Backbone:
+    """The backbone, which now knows the size of images that its body, of this stride, takes."""
+    cfg = getattr(backbone.body, "pretrained_cfg", None) or {}
+    size = (cfg.get("input_size") or (3, 224, 224))[1:]
+    if cfg.get("fixed_input_size"):  # which timm also says of models that were told to take any
+        weight, training = next(backbone.body.parameters()), backbone.body.training
+        first = next((m.in_channels for m in backbone.body.modules() if isinstance(m, nn.Conv2d)), 3)
+        try:
+            backbone.body.eval()
+            backbone._maps(weight.new_zeros(1, backbone.in_chans or first, 2 * stride, 3 * stride))
+        except (AssertionError, RuntimeError, ValueError):
+            height, width = to_2tuple(kwargs.get("img_size") or size)
+            backbone.fixed = (height, width)
+        finally:
+            backbone.body.train(training)
+    return backbone
+
+
+def _prune(body: nn.Module, indices: Sequence[int]) -> None:
+    """Drop what lies behind the last of the features."""
+    prune = getattr(body, "prune_intermediate_layers", None)
+    try:
+        if prune is not None:
+            prune(list(indices), prune_norm=True, prune_head=True)
+            return
+    except AssertionError:  # a head that cannot do without its pooling; the blocks are gone by then
+        pass
+    for name in ("norm", "head"):
+        if isinstance(getattr(body, name, None), nn.Module):
+            setattr(body, name, nn.Identity())
 
 
 def _freeze_idle(body: nn.Module) -> None:
     """Freeze what stands behind the maps and would get no gradient, which several processes cannot train with."""
-    for name in ("head", "fc_norm", "attn_pool"):
+    for name in ("head", "fc_norm", "attn_pool", "conv_head", "final_conv", "pre_classifier"):
         part = getattr(body, name, None)
         if isinstance(part, nn.Module):
             part.requires_grad_(False)
-    if hasattr(body, "class_blocks") or hasattr(body, "cls_attn_blocks"):  # its class token joins after the blocks
+    late = ("class_blocks", "cls_attn_blocks", "blocks_token_only")
+    if any(hasattr(body, name) for name in late):  # its class token joins after the blocks
         body.cls_token.requires_grad_(False)

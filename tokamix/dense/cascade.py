@@ -31,7 +31,7 @@ class CascadeMaskRCNN(MaskRCNN):
     beta = 1 / 9
     kept = 2000
 
-    def make_stages(self, num_classes: int, width: int, strides: tuple[int, ...]) -> Iterable[Stage]:
+    def make_stages(self, num_classes: int, width: int, strides: tuple[int, ...], regions: int) -> Iterable[Stage]:
         """Three stages; a truth claims nothing here, for a box too far off would teach the wrong thing."""
         for iou, (shift, size) in zip(IOUS, CODERS, strict=True):
             yield Stage(
@@ -39,6 +39,7 @@ class CascadeMaskRCNN(MaskRCNN):
                 num_classes,
                 width,
                 strides,
+                regions=regions,
                 iou=iou,
                 claim=False,
                 coder=Coder(shift, size),

@@ -27,6 +27,7 @@ from tokamix.dense.backbone import Backbone
 from tokamix.dense.fpn import FPN
 
 HIDDEN = 1024  # features of a box head
+MASK_SIDE = 28  # pixels of a mask that is learned
 BoxLoss = Callable[[Tensor, Tensor, Tensor, Coder], Tensor]
 
 
@@ -136,6 +137,7 @@ class Stage(nn.Module):
         strides: of the neck's levels that regions are pooled from.
         iou: regions that overlap a truth so much are positive, all others are background.
         claim: a truth claims the positive regions that overlap it most from other truths.
+        regions: of each image that are learned from, at most a quarter of them positive.
         coder: how boxes are coded.
         box_loss: sum over positive regions, of codes, boxes, truths and the coder.
     """
@@ -147,6 +149,7 @@ class Stage(nn.Module):
         width: int,
         strides: tuple[int, ...],
         *,
+        regions: int = 512,
         iou: float = 0.5,
         claim: bool = True,
         coder: Coder,
@@ -155,7 +158,7 @@ class Stage(nn.Module):
         super().__init__()
         self.num_classes, self.coder, self.box_loss = num_classes, coder, box_loss
         self.matcher = Assigner(iou, iou, least=iou if claim else None)
-        self.sampler = BalancedPositiveNegativeSampler(512, 0.25)
+        self.sampler = BalancedPositiveNegativeSampler(regions, 0.25)
         self.box_pool, self.mask_pool = LevelAlign(7, strides), LevelAlign(14, strides)
         self.head = head
         self.classify, self.regress = nn.Linear(HIDDEN, num_classes + 1), nn.Linear(HIDDEN, 4 * num_classes)
@@ -173,7 +176,7 @@ class Stage(nn.Module):
 
     @torch.no_grad()
     def sample(self, proposals: list[Tensor], targets: list[Target]) -> Sample:
-        """512 regions of each image, at most a quarter of them positive."""
+        """Some regions of each image, of which each is background or has a truth."""
         boxes, matched, given, labels, truths = [], [], [], [], []
         for proposal, target in zip(proposals, targets, strict=True):
             truth = target["boxes"]
@@ -224,13 +227,13 @@ class Stage(nn.Module):
         return [clip_boxes_to_image(one, size) for one, size in zip(parts, sizes, strict=True)]
 
 
-def mask_targets(masks: Tensor, index: Tensor, boxes: Tensor, side: int = 28) -> Tensor:
-    """What the masks (n, H, W) that `index` (P,) names look like inside boxes (P, 4): (P, side, side) of 0 and 1.
+def mask_targets(masks: Tensor, index: Tensor, boxes: Tensor) -> Tensor:
+    """What the masks (n, H, W) that `index` (P,) names look like inside boxes (P, 4): (P, 28, 28) of 0 and 1.
 
     torchvision leaves them grey, and samples half a pixel off.
     """
     rois = torch.cat([index[:, None].to(boxes), boxes], 1)
-    return (roi_align(masks[:, None].float(), rois, side, sampling_ratio=0, aligned=True)[:, 0] >= 0.5).float()
+    return (roi_align(masks[:, None].float(), rois, MASK_SIDE, sampling_ratio=0, aligned=True)[:, 0] >= 0.5).float()
 
 
 class MaskRCNN(Detector):
@@ -250,18 +253,19 @@ class MaskRCNN(Detector):
         width: int = 256,
         regions: int = 512,
     ) -> None:
+        if regions < 1:
+            raise ValueError(f"{self.method} learns from at least one region of an image, got regions={regions}")
         levels = len(backbone.channels)
         pyramid = neck(backbone.channels, width, outs=levels + 1, extra="pool", strides=backbone.strides)
         super().__init__(backbone, pyramid, num_classes)
         strides = self.neck.strides
         self.rpn = ProposalNetwork(width, strides, self.beta, self.kept)
-        self.stages = nn.ModuleList(self.make_stages(num_classes, width, strides[:levels]))
-        for stage in self._stages():
-            stage.sampler.batch_size_per_image = regions
+        self.stages = nn.ModuleList(self.make_stages(num_classes, width, strides[:levels], regions))
 
-    def make_stages(self, num_classes: int, width: int, strides: tuple[int, ...]) -> Iterable[Stage]:
+    def make_stages(self, num_classes: int, width: int, strides: tuple[int, ...], regions: int) -> Iterable[Stage]:
         """The rounds that regions go through."""
-        yield Stage(TwoMLPHead(width * 49, HIDDEN), num_classes, width, strides, coder=Coder(0.1, 0.2))
+        head = TwoMLPHead(width * 49, HIDDEN)
+        yield Stage(head, num_classes, width, strides, regions=regions, coder=Coder(0.1, 0.2))
 
     def losses(self, features: list[Tensor], batch: ImageList, targets: list[Target]) -> dict[str, Tensor]:
         """Losses of the proposals, and of each stage."""

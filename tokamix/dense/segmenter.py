@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tokamix.dense.backbone import Backbone, DenseModel
 
 IGNORE = 255  # the label of pixels that count neither in training nor in evaluation
-AUX_WEIGHT = 0.4
+AUX_WEIGHT = 0.4  # of the auxiliary loss
 
 
 class ConvNorm(nn.Sequential):
@@ -68,7 +68,6 @@ class Segmenter(DenseModel):
         head: list of maps -> logits (B, K, h, w).
         auxiliary: a head on one of the backbone's levels, or None.
         aux_level: this level.
-        aux_weight: weight of its loss.
     """
 
     def __init__(
@@ -79,13 +78,11 @@ class Segmenter(DenseModel):
         head: nn.Module,
         auxiliary: nn.Module | None = None,
         aux_level: int = 2,
-        aux_weight: float = AUX_WEIGHT,
     ) -> None:
         super().__init__()
         self.backbone, self.num_classes = backbone, num_classes
         self.neck = nn.Identity() if neck is None else neck
-        self.head, self.auxiliary = head, auxiliary
-        self.aux_level, self.aux_weight = aux_level, aux_weight
+        self.head, self.auxiliary, self.aux_level = head, auxiliary, aux_level
 
     def forward(self, images: Tensor, target: Tensor | None = None) -> Tensor | dict[str, Tensor]:
         """Images (B, 3, H, W) -> logits (B, K, H, W); with a target (B, H, W), losses by name."""
@@ -99,7 +96,7 @@ class Segmenter(DenseModel):
         losses = {"loss_seg": segmentation_loss(logits, target)}
         if self.auxiliary is not None:
             aux = self._resize(self.auxiliary(maps[self.aux_level]), padded, images)
-            losses["loss_aux"] = self.aux_weight * segmentation_loss(aux, target)
+            losses["loss_aux"] = AUX_WEIGHT * segmentation_loss(aux, target)
         return losses
 
     @staticmethod

@@ -10,7 +10,7 @@ from tokamix.dense.backbone import Backbone
 from tokamix.dense.mmseg import checkpoint_filter_fn  # noqa: F401  (load_checkpoint looks for it here)
 from tokamix.dense.segmenter import AuxiliaryHead, Classifier, ConvNorm, Segmenter, resize
 
-POOLS = (1, 2, 3, 6)
+POOLS = (1, 2, 3, 6)  # sides of the grids of the pyramid pooling
 
 
 class PyramidPooling(nn.Module):
@@ -19,19 +19,17 @@ class PyramidPooling(nn.Module):
     Args:
         channels: of the map.
         width: of each average and of the result.
-        pools: sides of the grids.
     """
 
-    def __init__(self, channels: int, width: int, pools: Sequence[int] = POOLS) -> None:
+    def __init__(self, channels: int, width: int) -> None:
         super().__init__()
-        self.pools = tuple(pools)
-        self.branches = nn.ModuleList(ConvNorm(channels, width, 1) for _ in pools)
-        self.fuse = ConvNorm(channels + len(self.pools) * width, width)
+        self.branches = nn.ModuleList(ConvNorm(channels, width, 1) for _ in POOLS)
+        self.fuse = ConvNorm(channels + len(POOLS) * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, width, H, W)."""
         parts = [x]
-        for pool, branch in zip(self.pools, self.branches, strict=True):
+        for pool, branch in zip(POOLS, self.branches, strict=True):
             parts.append(resize(branch(F.adaptive_avg_pool2d(x, pool)), x.shape[-2:]))
         return self.fuse(torch.cat(parts, dim=1))
 
@@ -43,21 +41,13 @@ class UperHead(nn.Module):
         channels: of the backbone's levels, fine to coarse.
         num_classes: classes.
         width: channels of the head.
-        pools: grids of the pyramid pooling.
         drop: dropout before the classifier.
     """
 
-    def __init__(
-        self,
-        channels: Sequence[int],
-        num_classes: int,
-        width: int = 512,
-        pools: Sequence[int] = POOLS,
-        drop: float = 0.1,
-    ) -> None:
+    def __init__(self, channels: Sequence[int], num_classes: int, width: int = 512, drop: float = 0.1) -> None:
         super().__init__()
         finer = list(channels)[:-1]
-        self.pooling = PyramidPooling(channels[-1], width, pools)
+        self.pooling = PyramidPooling(channels[-1], width)
         self.lateral = nn.ModuleList(ConvNorm(dim, width, 1) for dim in finer)
         self.output = nn.ModuleList(ConvNorm(width, width) for _ in finer)
         self.fuse = ConvNorm(len(channels) * width, width)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -20,17 +21,18 @@ class VitPyramid(nn.Module):
 
     XCiT's detection code (facebookresearch/xcit), which SimA uses: two transposed convolutions with BatchNorm and GELU
     between them for x4, one for x2, nothing for x1, max-pooling for x1/2. For patches of 8 pixels the levels are x2,
-    x1, x1/2 and x1/4 in the same order.
+    x1, x1/2 and x1/4 in the same order. Maps of other strides, such as DINOv2's 14, are first resized to stride 16.
 
     Args:
         dim: channels of the column.
-        stride: its patch size, 8 or 16.
+        stride: its patch size, from 8 to 32.
     """
 
     def __init__(self, dim: int, stride: int = 16) -> None:
         super().__init__()
-        if stride not in (8, 16):
-            raise ValueError(f"a column becomes a pyramid from patches of 8 or 16 px, not of {stride}")
+        if not 8 <= stride <= 32:
+            raise ValueError(f"a column becomes a pyramid from patches of 8 to 32 px, not of {stride}")
+        self.scale = 1.0 if stride in (8, 16) else stride / 16
         self.channels: tuple[int, ...] = (dim,) * 4
         self.strides: tuple[int, ...] = (4, 8, 16, 32)
         # BatchNorm here and in the heads: the papers synchronise it over processes, which training does by conversion
@@ -40,7 +42,7 @@ class VitPyramid(nn.Module):
             nn.GELU(),
             nn.ConvTranspose2d(dim, dim, 2, stride=2),
         )
-        if stride == 16:
+        if stride != 8:
             levels: Sequence[nn.Module] = (four, nn.ConvTranspose2d(dim, dim, 2, stride=2), nn.Identity(), _Halve(2))
         else:
             levels = (nn.ConvTranspose2d(dim, dim, 2, stride=2), nn.Identity(), _Halve(2), _Halve(4))
@@ -48,6 +50,9 @@ class VitPyramid(nn.Module):
 
     def forward(self, maps: list[Tensor]) -> list[Tensor]:
         """Four maps (B, dim, h, w) -> maps of four times, twice, once and half their sides (patch 16)."""
+        if self.scale != 1:
+            size = [max(round(side * self.scale), 1) for side in maps[0].shape[-2:]]
+            maps = [F.interpolate(x, size=size, mode="bilinear", align_corners=False) for x in maps]
         return [level(x) for level, x in zip(self.levels, maps, strict=True)]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tokamix.data.scene_loader import make_scene_loader
 from tokamix.data.scenes import SceneData, SceneSet, open_scenes
 from tokamix.dense.saved import Config, load_dense
-from tokamix.dense.windows import segment
+from tokamix.dense.windows import classify
 from tokamix.evaluate.detection import CocoAP
 from tokamix.evaluate.segmentation import MeanIoU
 from tokamix.processes import share
@@ -50,7 +50,7 @@ def segment_metrics(model: nn.Module, loader: Any, classes: Sequence[str], recip
 def segment_images(model: Any, images: Tensor, size: tuple[int, int], recipe: Recipe) -> Tensor:
     """Classes (B, H, W) of images (B, 3, h, w), at the size that they had."""
     how: Any = {"window": recipe.window, "stride": recipe.window_stride}
-    return segment(model, images, size=size, scales=recipe.test_scales, flip=recipe.test_flip, **how).argmax(1)
+    return classify(model, images, size=size, scales=recipe.test_scales, flip=recipe.test_flip, **how)
 
 
 @torch.no_grad()

@@ -9,7 +9,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-IGNORE = 255
+from tokamix.dense.segmenter import IGNORE
+
 LEAST = 480  # smaller pictures are enlarged so far, in whole steps, that one can read what is written on them
 INK, PAPER, SOFT = (33, 37, 41), (255, 255, 255), (120, 126, 133)
 # easy to tell apart, also from each other's neighbours; more are made as they are needed

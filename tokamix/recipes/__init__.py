@@ -18,11 +18,9 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 import yaml
 from timm.optim import list_optimizers
 
+from tokamix.dense import METHODS
+
 FOLDER = Path(__file__).parent
-METHODS = {
-    "segment": ("semantic_fpn", "upernet"),
-    "detect": ("retinanet", "mask_rcnn", "cascade_mask_rcnn"),
-}
 UNUSED = {  # what one dense task has and the other has not
     "segment": ("scales", "crop_then_scale"),
     "detect": ("scale_range", "cat_max", "test_scales", "test_flip", "window", "window_stride"),
