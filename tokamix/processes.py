@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ def join(backend: str) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
-def share() -> dict[str, int]:
+def share() -> dict[str, Any]:
     """Rank and world of this process, as loaders take them; alone where nobody was met."""
     together = dist.is_initialized()
     return {"rank": dist.get_rank() if together else 0, "world": dist.get_world_size() if together else 1}

@@ -11,6 +11,7 @@ from PIL import Image
 
 from tests.data.conftest import encoded, noise
 from tokamix.data import DataError, decode
+from tokamix.data.decode import scene_picture
 
 
 def pixel(image: Image.Image) -> tuple[int, ...]:
@@ -123,3 +124,10 @@ def test_a_large_jpeg_is_decoded_small_but_never_too_small() -> None:
     assert decode(content, at_least=300).size == (800, 450)
     assert decode(content, at_least=100).size == (200, 113)
     assert decode(encoded(noise(0, 200, 100)), at_least=10).size == (200, 100)
+
+
+def test_a_broken_tag_spoils_no_picture(tmp_path: Path) -> None:
+    """A scene's picture is shown as it is stored where its EXIF cannot be read."""
+    noise(0, 5, 4).save(tmp_path / "a.jpg", exif=b"Exif\x00\x00junk")
+    assert scene_picture(tmp_path / "a.jpg").shape == (3, 4, 5)
+    assert decode(tmp_path / "a.jpg").size == (5, 4)
