@@ -47,8 +47,9 @@ class WeightedLayers(TorchDispatchMode):
 @torch.no_grad()
 def below(name: str) -> tuple[Backbone, list[Tensor], int]:
     """A backbone without memory, its maps of the image, and their cost."""
-    with torch.device("meta"), WeightedLayers() as counter, use_backend("eager"):
+    with torch.device("meta"), use_backend("eager"):
         backbone = make_backbone(name).eval()
+    with torch.device("meta"), use_backend("eager"), WeightedLayers() as counter:
         return backbone, backbone(torch.zeros(1, 3, 800, 1280)), counter.macs
 
 
