@@ -23,6 +23,7 @@ app = typer.Typer(
     add_completion=False,
 )
 console = Console()
+WIDE = 120  # characters of a terminal in which there is room for everything
 METRICS = {"top1": "top-1", "miou": "mIoU", "box_ap": "box AP", "mask_ap": "mask AP"}
 
 
@@ -344,14 +345,26 @@ def recipes(
             return
         caption = "top-1, mIoU, box and mask AP as the paper prints them; `tokamix recipes NAME` shows every value"
         table = Table(box=None, header_style="bold", caption=caption, caption_justify="left")
-        for title in ("recipe", "model"):
-            table.add_column(title, no_wrap=True)
-        for title in ("px", "length", "printed"):
-            table.add_column(title, justify="right", no_wrap=True)
-        table.add_column("source")
-        for each in (row for known in list_recipes() for row in recipe_rows(known)):
-            pixels = str(each.image_size if each.task == "classify" else (each.scale or ("",))[-1])
-            table.add_row(each.name, each.model or "any", pixels, duration(each), printed(each), each.source)
+        rows = [
+            {
+                "recipe": each.name,
+                "model": each.model or "any",
+                "length": duration(each),
+                "printed": printed(each),
+                "px": str(each.image_size if each.task == "classify" else (each.scale or ("",))[-1]),
+                "source": each.source,
+            }
+            for known in list_recipes()
+            for each in recipe_rows(known)
+        ]
+        shown = list(rows[0]) if console.width >= WIDE else list(rows[0])[:3]
+        for title in shown:
+            named = title in ("recipe", "model", "length")
+            widest = max(len(row[title]) for row in rows) if named else None
+            justify: Literal["left", "right"] = "right" if title in ("length", "px") else "left"
+            table.add_column(title, justify=justify, min_width=widest, no_wrap=named)
+        for row in rows:
+            table.add_row(*(row[title] for title in shown))
         console.print(table)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.train.tiny import run, tiny_data
@@ -51,9 +52,12 @@ def test_errors_are_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert call("train", "--data", "digits", *here, code=1) == "error: the loss is not finite at step 3"
 
 
-def test_recipes() -> None:
+@pytest.mark.parametrize("width", [80, 160])
+def test_recipes(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokamix.cli.console", Console(width=width))
     out = call("recipes")
     assert all(f" {name} " in out for name in list_recipes())
+    assert ("ATMNet, Table" in out) == (width == 160)
     assert load_recipe("digits").to_yaml().split() == call("recipes", "digits").split()
     assert "did you mean digits" in call("recipes", "digit", code=1)
 
