@@ -278,6 +278,8 @@ def test_drawing() -> None:
     nothing = Things(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(0), mask[:0])
     assert draw_things(image, nothing, classes).getpixel((0, 0)) == (128, 128, 128)
     assert len({colour(i) for i in range(200)}) == 200
+    few = torch.tensor([colour(i) for i in range(21)], dtype=torch.float32)
+    assert torch.pdist(few).min() > 50  # one can be told from the other
     palette = class_picture(labels, classes)
     assert (palette.getpixel((30, 20)), palette.getpixel((30, 0))) == (2, 255)
 

@@ -1,7 +1,7 @@
 """Pictures of segmentations and detections, for people to look at."""
 
-import colorsys
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,8 @@ FIRST = (
     *((230, 57, 70), (29, 120, 216), (42, 157, 75), (255, 176, 0), (138, 63, 252), (0, 168, 181), (255, 112, 27)),
     *((224, 82, 178), (141, 110, 70), (110, 190, 20), (76, 95, 180), (214, 150, 150), (0, 110, 100), (170, 170, 40)),
 )
+COLOURS = 256
+SEEN = (2, 4, 3)  # how much the eye makes of a difference in red, green and blue, squared
 Colour = tuple[int, int, int]
 
 
@@ -31,13 +33,26 @@ class Things(NamedTuple):
 
 
 def colour(i: int) -> Colour:
-    """The i-th of as many colours as anybody asks for."""
-    if i < len(FIRST):
-        return FIRST[i]
-    hue = (i * 0.61803398875) % 1.0  # each falls into the largest gap that the others leave
-    light, strength = (0.42, 0.56, 0.68)[i % 3], (0.85, 0.6)[i // 3 % 2]
-    r, g, b = colorsys.hls_to_rgb(hue, light, strength)
-    return round(255 * r), round(255 * g), round(255 * b)
+    """The i-th colour; after 256 they come again."""
+    return _colours()[i % COLOURS]
+
+
+@cache
+def _colours() -> list[Colour]:
+    """FIRST, and then always that colour of a grid which is furthest from all before it, from black and from white."""
+    steps = np.linspace(30, 240, 10)
+    grid = np.stack(np.meshgrid(steps, steps, steps), -1).reshape(-1, 3).round()
+
+    def distance(colour: Sequence[float]) -> np.ndarray:
+        return ((grid - np.array(colour)) ** 2 * SEEN).sum(1)
+
+    chosen = list(FIRST)
+    nearest = np.min([distance(each) for each in (*chosen, (0, 0, 0), PAPER)], 0)
+    while len(chosen) < COLOURS:
+        r, g, b = grid[nearest.argmax()].astype(int).tolist()
+        chosen.append((r, g, b))
+        nearest = np.minimum(nearest, distance((r, g, b)))
+    return chosen
 
 
 def class_colours(classes: Sequence[str]) -> list[Colour]:
