@@ -160,7 +160,7 @@ def _numerics(device: torch.device, deterministic: bool) -> Iterator[None]:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what PyTorch asks for
         torch.use_deterministic_algorithms(True)
-    # a kernel of cuDNN's attention is known for NaN gradients (pytorch/pytorch issue 196678), and one came with 64 tokens
+    # a kernel of cuDNN for attention is known for NaN gradients (pytorch/pytorch issue 196678); one came with 64 tokens
     torch.backends.cuda.enable_cudnn_sdp(False)
     if device.type == "cuda" and not deterministic:
         torch.set_float32_matmul_precision("high")
