@@ -357,14 +357,14 @@ def recipes(
             for known in list_recipes()
             for each in recipe_rows(known)
         ]
-        shown = list(rows[0]) if console.width >= WIDE else list(rows[0])[:3]
+        shown = list(rows[0]) if console.width >= WIDE else ["recipe", "source"]
         for title in shown:
-            named = title in ("recipe", "model", "length")
+            named = title in ("recipe", "model", "length")  # whole, whatever becomes of the others
             widest = max(len(row[title]) for row in rows) if named else None
             justify: Literal["left", "right"] = "right" if title in ("length", "px") else "left"
             table.add_column(title, justify=justify, min_width=widest, no_wrap=named)
-        for row in rows:
-            table.add_row(*(row[title] for title in shown))
+        for cells in dict.fromkeys(tuple(row[title] for title in shown) for row in rows):
+            table.add_row(*cells)
         console.print(table)
 
 

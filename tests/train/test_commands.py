@@ -57,7 +57,8 @@ def test_recipes(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokamix.cli.console", Console(width=width))
     out = call("recipes")
     assert all(f" {name} " in out for name in list_recipes())
-    assert ("ATMNet, Table" in out) == (width == 160)
+    assert "ATMNet, Tables 1 and 9: ATMNet-xT" in out
+    assert ("300 epochs" in out) == (width == 160)
     assert load_recipe("digits").to_yaml().split() == call("recipes", "digits").split()
     assert "did you mean digits" in call("recipes", "digit", code=1)
 
