@@ -208,7 +208,7 @@ def test_starting_from_a_segmenter(
     run("detect", tmp_path / "detector", checkpoint=tmp_path / "old", iterations=1, eval_every=1, seed=5)
     shared = {name for name, t in start.items() if name in old and torch.equal(t, old[name])}
     assert {name for name in start if name.startswith("backbone.body.")} <= shared
-    with pytest.raises(ValueError, match="holds a segmenter with semantic_fpn, no classifier"):
+    with pytest.raises(ValueError, match="holds no classifier, but semantic_fpn for the task segment"):
         run_classifier(tmp_path / "c", checkpoint=tmp_path / "old")
 
 

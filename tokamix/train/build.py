@@ -44,7 +44,7 @@ def build_model(
     """
     told = config_of(checkpoint) if checkpoint is not None else {}
     if "method" in told:
-        raise ValueError(f"{checkpoint} holds a {told['task']}er with {told['method']}, no classifier")
+        raise ValueError(f"{checkpoint} holds no classifier, but {told['method']} for the task {told['task']}")
     name = _name(name, told.get("architecture"), recipe, checkpoint, pretrained)
     arguments = told.get("model_args", {}) if name == told.get("architecture") else {}
     arguments = {**arguments, "in_chans": channels, "img_size": recipe.image_size, **recipe.model_kwargs}
