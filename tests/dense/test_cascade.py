@@ -83,7 +83,7 @@ def test_boxes_move_from_stage_to_stage(cascade: CascadeMaskRCNN, monkeypatch: p
     scene = target([[10, 10, 50, 50]], [1], SIZE)
     regions = [torch.tensor([[12.0, 10, 52, 50], [100, 60, 126, 90]])]
     seen: list[list[Tensor]] = []
-    monkeypatch.setattr(cascade.rpn, "forward", lambda *args: (regions, {}))
+    monkeypatch.setattr(cascade.rpn, "forward", lambda *args: (torch.stack(regions), torch.ones(1, 2).bool(), {}))
 
     def watch(stage: nn.Module, i: int) -> None:
         sample = stage.sample
@@ -128,7 +128,8 @@ def test_losses_are_weighted(cascade: CascadeMaskRCNN, monkeypatch: pytest.Monke
 
 def test_stages_vote(cascade: CascadeMaskRCNN, monkeypatch: pytest.MonkeyPatch) -> None:
     """The average of their logits decides; the last one's box counts; masks are the average of their probabilities."""
-    monkeypatch.setattr(cascade.rpn, "forward", lambda *args: ([torch.tensor([[20.0, 20, 60, 60]])], {}))
+    proposal = torch.tensor([[[20.0, 20, 60, 60]]]), torch.tensor([[True]])
+    monkeypatch.setattr(cascade.rpn, "forward", lambda *args: (*proposal, {}))
     votes, strokes = ((6.0, 0.0), (0.0, 3.0), (3.0, 0.0)), (2.0, -1.0, 0.5)
     for stage, (first, second), stroke in zip(cascade.stages, votes, strokes, strict=True):
         logits = torch.full((1, CLASSES + 1), -9.0)
@@ -141,7 +142,7 @@ def test_stages_vote(cascade: CascadeMaskRCNN, monkeypatch: pytest.MonkeyPatch) 
             stage, "masks", lambda maps, boxes, labels, stroke=stroke: torch.full((len(labels), 28, 28), stroke)
         )
     batch = collect(torch.zeros(1, 3, *SIZE), 32)
-    found = cascade.detect([torch.zeros(1, 32, 8, 8)] * 5, batch)[0]
+    found = {name: value[0] for name, value in cascade.detect([torch.zeros(1, 32, 8, 8)] * 5, batch).items()}
     assert found["labels"].tolist() == [0, 4]
     total = math.exp(3) + math.exp(1) + 4 * math.exp(-9)
     torch.testing.assert_close(found["scores"], torch.tensor([math.exp(3), math.exp(1)]) / total)

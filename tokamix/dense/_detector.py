@@ -13,15 +13,17 @@ from torch import Tensor, nn
 from torchvision.models.detection._utils import BoxCoder, Matcher
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.image_list import ImageList
-from torchvision.ops import batched_nms, box_iou, clip_boxes_to_image, roi_align
+from torchvision.ops import box_iou, clip_boxes_to_image
 from torchvision.ops.poolers import LevelMapper
 
 from tokamix.dense.backbone import Backbone, DenseModel
 from tokamix.dense.fpn import FPN
+from tokamix.ops.mask_paste.op import paste_masks
+from tokamix.ops.region_align.op import align_regions
+from tokamix.ops.suppression.op import suppress
 
 Sizes = Sequence[tuple[int, int]]
 Target = dict[str, Tensor]
-PASTED = 2**27  # values of masks that are pasted at a time
 
 
 class Detector(DenseModel):
@@ -60,30 +62,66 @@ class Detector(DenseModel):
             raise ValueError(
                 f"{len(batch.image_sizes)} images came with {len(sizes)} sizes; there must be one for each"
             )
-        features = self.neck(self.backbone(batch.tensors))
         if targets is not None:
-            return self.losses(features, batch, targets)
-        found = self.detect(features, batch)
+            return self.losses(self.neck(self.backbone(batch.tensors)), batch, targets)
+        found = self.find(batch)
+        counts = (found["scores"] > 0).sum(1).tolist()  # the one wait for the device
         return [
-            finish(one, size, wanted)
-            for one, size, wanted in zip(found, batch.image_sizes, sizes or batch.image_sizes, strict=True)
+            finish({name: value[i, :count].clone() for name, value in found.items()}, size, wanted)
+            for i, (count, size, wanted) in enumerate(
+                zip(counts, batch.image_sizes, sizes or batch.image_sizes, strict=True)
+            )
         ]
+
+    def find(self, batch: ImageList) -> Target:
+        """What is found in all images, as `detect` gives it: all that happens on the device, and nothing waits for it.
+
+        `detector.find = torch.compile(detector.find, mode="reduce-overhead")` makes one CUDA graph of it.
+        """
+        return self.detect(self.neck(self.backbone(batch.tensors)), batch)
 
     def losses(self, features: list[Tensor], batch: ImageList, targets: list[Target]) -> dict[str, Tensor]:
         """Losses by name."""
         raise NotImplementedError
 
-    def detect(self, features: list[Tensor], batch: ImageList) -> list[Target]:
-        """What is found in each image; masks are as the head draws them, inside their boxes."""
+    def detect(self, features: list[Tensor], batch: ImageList) -> Target:
+        """What is found: boxes (B, n, 4), labels and scores (B, n), best first, filled up with scores of zero.
+
+        Masks (B, n, s, s) are as the head draws them, inside their boxes.
+        """
         raise NotImplementedError
 
-    def choose(self, boxes: Tensor, scores: Tensor, labels: Tensor, size: tuple[int, int]) -> Target:
-        """Detections of one image: the best of its boxes (n, 4), none of which hides another of its class."""
-        boxes = clip_boxes_to_image(boxes, size)
-        keep = ((scores > self.least_score) & (boxes[:, 2:] - boxes[:, :2] >= 0.01).all(1)).nonzero()[:, 0]
-        boxes, scores, labels = boxes[keep], scores[keep], labels[keep]
-        keep = batched_nms(boxes, scores, labels, self.overlap)[: self.most]
-        return {"boxes": boxes[keep], "labels": labels[keep], "scores": scores[keep]}
+    def choose(self, boxes: Tensor, scores: Tensor, sizes: Sizes) -> Target:
+        """The best of boxes (B, K, N, 4) with scores (B, K, N) for each class, none of which hides another of it."""
+        boxes = clip(boxes, sizes)
+        scores = torch.where((boxes[..., 2:] - boxes[..., :2] >= 0.01).all(-1), scores, 0)
+        scores, order = scores.sort(-1, descending=True)
+        boxes = pick(boxes, order)
+        scores = torch.where(suppress(boxes, scores > self.least_score, self.overlap), scores, 0).flatten(1)
+        best, index = scores.topk(min(self.most, scores.shape[1]), 1)
+        best, index = trim(best > 0, best, index)
+        return {"boxes": pick(boxes.flatten(1, 2), index), "labels": index // order.shape[-1], "scores": best}
+
+
+def pick(boxes: Tensor, index: Tensor) -> Tensor:
+    """Boxes (..., N, 4) at index (..., n) -> (..., n, 4)."""
+    return boxes.gather(-2, index[..., None].expand(*index.shape, 4))
+
+
+def clip(boxes: Tensor, sizes: Sizes) -> Tensor:
+    """Boxes (B, ..., 4) cut at the borders of their images."""
+    if len(set(sizes)) == 1:
+        return clip_boxes_to_image(boxes, sizes[0])
+    return torch.stack([clip_boxes_to_image(one, size) for one, size in zip(boxes, sizes, strict=True)])
+
+
+def trim(valid: Tensor, *rows: Tensor) -> list[Tensor]:
+    """Rows (B, n, ...) without the columns that are not valid (B, n) in any image, where those stand at the end.
+
+    On a GPU they stay: waiting for the number takes longer than computing a few for nothing.
+    """
+    count = valid.shape[1] if valid.is_cuda else int(valid.sum(1).amax())
+    return [row[:, :count] for row in rows]
 
 
 def collect(images: Tensor | Sequence[Tensor], multiple: int) -> ImageList:
@@ -230,8 +268,7 @@ class LevelAlign(nn.Module):
     """RoIAlign from the level that suits a box's size: floor(log2(sqrt(area) / 56)), levels at strides 4 to 32.
 
     torchvision's MultiScaleRoIAlign shifts samples by half a pixel (`aligned=False`) and guesses the strides from the
-    first batch it sees. Samples per cell are adaptive. Values are float32 whatever the features are: float16 cannot
-    place a box on a large map.
+    first batch it sees. Samples per cell are adaptive.
     """
 
     def __init__(self, side: int, strides: Sequence[int]) -> None:
@@ -239,20 +276,11 @@ class LevelAlign(nn.Module):
         self.side, self.strides = side, tuple(strides)
         self.level_of = LevelMapper(2, 1 + len(self.strides))
 
-    def forward(self, features: list[Tensor], boxes: list[Tensor]) -> Tensor:
-        """Float32 maps (B, C, H_i, W_i) and boxes (n_b, 4) of each image -> (sum of n_b, C, side, side)."""
-        images = torch.cat([one.new_full((len(one), 1), i) for i, one in enumerate(boxes)])
-        rois, level = torch.cat([images, torch.cat(boxes)], 1), self.level_of(boxes)
-        order = level.argsort()
-        counts = level.bincount(minlength=len(self.strides)).tolist()  # the one wait for the device
-        parts = rois[order].split(counts)
-        pooled = torch.cat(
-            [
-                roi_align(x, part, self.side, 1 / stride, sampling_ratio=0, aligned=True)
-                for x, part, stride in zip(features, parts, self.strides, strict=True)
-            ]
-        )
-        return torch.empty_like(pooled).index_copy(0, order, pooled)
+    def forward(self, features: list[Tensor], boxes: Sequence[Tensor]) -> Tensor:
+        """Maps (B, C, H_i, W_i) and boxes (n_b, 4) of each image -> (sum of n_b, C, side, side)."""
+        image = torch.cat([torch.full_like(one[:, 0], i, dtype=torch.int64) for i, one in enumerate(boxes)])
+        level = self.level_of(list(boxes))
+        return align_regions(features, torch.cat(list(boxes)), image, level, self.side, self.strides)
 
 
 def finish(found: Target, size: tuple[int, int], wanted: tuple[int, int]) -> Target:
@@ -264,27 +292,3 @@ def finish(found: Target, size: tuple[int, int], wanted: tuple[int, int]) -> Tar
     if "masks" in found:
         found["masks"] = paste_masks(found["masks"], found["boxes"], wanted)
     return found
-
-
-def paste_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
-    """Masks (n, s, s) of probabilities inside boxes (n, 4) -> (n, H, W) bool, above one half in the image.
-
-    Bilinear interpolation is separable, so that all masks are pasted by two products with thin matrices of weights.
-    """
-    height, width = size
-    out = torch.zeros(len(masks), height, width, dtype=torch.bool, device=masks.device)
-    step = max(1, PASTED // (height * width))
-    with torch.autocast(masks.device.type, enabled=False):  # a product in bfloat16 would move the masks' edges
-        for i in range(0, len(masks), step):
-            some, box = masks[i : i + step].float(), boxes[i : i + step].float()
-            rows = _weights(box[:, 1], box[:, 3], height, some.shape[1])
-            columns = _weights(box[:, 0], box[:, 2], width, some.shape[2])
-            out[i : i + step] = rows @ some @ columns.mT >= 0.5
-    return out
-
-
-def _weights(low: Tensor, high: Tensor, pixels: int, cells: int) -> Tensor:
-    """How much each pixel of a line takes of each cell between `low` and `high` (n,): (n, pixels, cells)."""
-    pixel = torch.arange(pixels, device=low.device) + 0.5
-    place = (pixel - low[:, None]) / (high - low).clamp(min=1e-6)[:, None] * cells - 0.5
-    return (1 - (place[..., None] - torch.arange(cells, device=low.device)).abs()).clamp(min=0)

@@ -11,7 +11,7 @@ from torchvision.models.detection.faster_rcnn import TwoMLPHead
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
-from torchvision.ops import batched_nms, clip_boxes_to_image, roi_align
+from torchvision.ops import clip_boxes_to_image, roi_align
 
 from tokamix.dense._detector import (
     Anchors,
@@ -22,9 +22,13 @@ from tokamix.dense._detector import (
     Sizes,
     Target,
     assign_anchors,
+    clip,
+    pick,
+    trim,
 )
 from tokamix.dense.backbone import Backbone
 from tokamix.dense.fpn import FPN
+from tokamix.ops.suppression.op import suppress
 
 HIDDEN = 1024  # features of a box head
 MASK_SIDE = 28  # pixels of a mask that is learned
@@ -55,39 +59,41 @@ class ProposalNetwork(RegionProposalNetwork):
 
     def forward(
         self, images: ImageList, features: list[Tensor], targets: list[Target] | None = None, multiple: int = 32
-    ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Proposals (n, 4) of each image, and the losses if there are targets."""
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Proposals (B, n, 4), best first, which of them are real (B, n), and the losses if there are targets."""
         maps = self.head(features)
         levels = [[_rows(x, last) for x in part] for part, last in zip(maps, (1, 4), strict=True)]
         anchors = self.anchor_generator(images, features)[0]
         stage = "testing" if targets is None else "training"
         proposals = self._propose(levels[0], levels[1], anchors, images.image_sizes, stage)
         if targets is None:
-            return proposals, {}
+            return *proposals, {}
         logits, codes = (torch.cat(part, 1).float() for part in levels)  # (B, N, 1), (B, N, 4)
         matched = assign_anchors(self.proposal_matcher, anchors, targets, images.image_sizes, multiple)
-        return proposals, self._losses(logits[..., 0], codes, anchors, matched, [t["boxes"] for t in targets])
+        return *proposals, self._losses(logits[..., 0], codes, anchors, matched, [t["boxes"] for t in targets])
 
     @torch.no_grad()
     def _propose(
         self, logits: list[Tensor], codes: list[Tensor], anchors: Tensor, sizes: Sizes, stage: str
-    ) -> list[Tensor]:
-        picked = []
+    ) -> tuple[Tensor, Tensor]:
         counts = [x.shape[1] for x in logits]
-        for i, (score, code, place) in enumerate(zip(logits, codes, anchors.split(counts), strict=True)):
-            best, index = score[..., 0].topk(min(self._pre_nms_top_n[stage], counts[i]), 1)  # (B, n)
-            code = code.gather(1, index[..., None].expand(-1, -1, 4))
-            boxes = self.box_coder.decode_single(code.flatten(0, 1), place[index.flatten()]).view_as(code)
-            picked.append((boxes, best.float().sigmoid(), torch.full_like(index, i)))
-        proposals = []
-        every = (torch.cat(part, 1) for part in zip(*picked, strict=True))
-        for boxes, scores, level, size in zip(*every, sizes, strict=True):
-            boxes = clip_boxes_to_image(boxes, size)
-            keep = (boxes[:, 2:] - boxes[:, :2] >= self.min_size).all(1).nonzero()[:, 0]
-            keep = keep[batched_nms(boxes[keep], scores[keep], level[keep], self.nms_thresh)]
-            chosen = boxes[keep[: self._post_nms_top_n[stage]]]
-            proposals.append(chosen if len(chosen) else boxes.new_tensor([[0.0, 0.0, size[1], size[0]]]))
-        return proposals
+        width = min(self._pre_nms_top_n[stage], max(counts))
+        picked = []
+        for score, code, place in zip(logits, codes, anchors.split(counts), strict=True):
+            best, index = score[..., 0].topk(min(width, score.shape[1]), 1)  # (B, n)
+            level = best.float().sigmoid()[..., None], pick(code, index).float(), place[index]
+            picked.append(F.pad(torch.cat(level, -1), (0, 0, 0, width - index.shape[1])))
+        scores, code, place = torch.stack(picked, 1).split((1, 4, 4), -1)  # (B, levels, width, ...)
+        boxes = self.box_coder.decode_single(code.reshape(-1, 4), place.reshape(-1, 4)).view_as(code)
+        boxes = clip(boxes, sizes)
+        valid = (boxes[..., 2:] - boxes[..., :2] >= self.min_size).all(-1)  # what fills up a level is not
+        scores = torch.where(suppress(boxes, valid, self.nms_thresh), scores[..., 0], -1).flatten(1)
+        best, index = scores.topk(min(self._post_nms_top_n[stage], scores.shape[1]), 1)
+        boxes, valid = pick(boxes.flatten(1, 2), index), best >= 0
+        whole = clip(F.pad(torch.full_like(boxes[:, :1, :2], torch.inf), (2, 0)), sizes)
+        boxes[:, :1] = torch.where(valid[:, :1, None], boxes[:, :1], whole)
+        valid[:, 0] = True
+        return tuple(trim(valid, boxes, valid))  # type: ignore[return-value]
 
     def _losses(
         self, logits: Tensor, codes: Tensor, anchors: Tensor, matched: Tensor, truths: list[Tensor]
@@ -269,8 +275,10 @@ class MaskRCNN(Detector):
 
     def losses(self, features: list[Tensor], batch: ImageList, targets: list[Target]) -> dict[str, Tensor]:
         """Losses of the proposals, and of each stage."""
-        proposals, losses = self.rpn(batch, features, targets, self.backbone.strides[-1])
-        maps = self._maps(features)
+        boxes, valid, losses = self.rpn(batch, features, targets, self.backbone.strides[-1])
+        proposals = [row[real] for row, real in zip(boxes, valid, strict=True)]
+        # as RoIAlign wants them, converted once for all stages
+        maps = [x.to(torch.float32, memory_format=torch.contiguous_format) for x in self._pooled(features)]
         for i, (stage, weight) in enumerate(zip(self._stages(), self.weights, strict=True), 1):
             sample = stage.sample(proposals, targets)
             logits, codes = stage.boxes(maps, sample.boxes)
@@ -283,10 +291,11 @@ class MaskRCNN(Detector):
                 proposals = [boxes[~given] for boxes, given in zip(moved, sample.given, strict=True)]
         return losses
 
-    def detect(self, features: list[Tensor], batch: ImageList) -> list[Target]:
+    def detect(self, features: list[Tensor], batch: ImageList) -> Target:
         """Regions move from stage to stage; classes are decided, and masks drawn, by the average of the stages."""
-        regions, _ = self.rpn(batch, features)
-        maps, votes = self._maps(features), []
+        proposals, valid, _ = self.rpn(batch, features)
+        regions = list(proposals)
+        maps, votes = self._pooled(features), []
         for i, stage in enumerate(self._stages()):
             logits, codes = stage.boxes(maps, regions)
             votes.append(logits)
@@ -294,23 +303,19 @@ class MaskRCNN(Detector):
                 regions = stage.move(regions, _likeliest(logits), codes, batch.image_sizes)
         scores = torch.stack(votes).mean(0).softmax(-1)[:, :-1]  # logits are averaged, as in MMDetection
         boxes = stage.coder.decode_single(codes.flatten(1), torch.cat(regions)).view_as(codes)
-        labels = torch.arange(self.num_classes, device=scores.device).expand_as(scores)
-        counts = [len(one) for one in regions]
-        pairs = zip(*(x.split(counts) for x in (boxes, scores, labels)), batch.image_sizes, strict=True)
-        found = [self.choose(b.flatten(0, 1), s.flatten(), n.flatten(), size) for b, s, n, size in pairs]
-        where, what = [one["boxes"] for one in found], torch.cat([one["labels"] for one in found])
+        shape = (*valid.shape, self.num_classes)
+        scores = scores.view(shape) * valid[..., None]
+        found = self.choose(boxes.view(*shape, 4).transpose(1, 2), scores.transpose(1, 2), batch.image_sizes)
+        where, what = list(found["boxes"]), found["labels"].flatten()
         drawn = torch.stack([stage.masks(maps, where, what).sigmoid() for stage in self._stages()]).mean(0)
-        for one, masks in zip(found, drawn.split([len(boxes) for boxes in where]), strict=True):
-            one["masks"] = masks
-        return found
+        return {**found, "masks": drawn.unflatten(0, found["labels"].shape)}
 
     def _stages(self) -> list[Stage]:
         return list(self.stages)  # type: ignore[arg-type]
 
-    def _maps(self, features: list[Tensor]) -> list[Tensor]:
-        """The levels that regions are pooled from, as RoIAlign wants them, converted once for all stages."""
-        pooled = features[: len(self.backbone.channels)]
-        return [x.to(torch.float32, memory_format=torch.contiguous_format) for x in pooled]
+    def _pooled(self, features: list[Tensor]) -> list[Tensor]:
+        """The levels that regions are pooled from."""
+        return features[: len(self.backbone.channels)]
 
 
 def _likeliest(logits: Tensor) -> Tensor:

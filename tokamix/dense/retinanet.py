@@ -51,7 +51,7 @@ class RetinaNet(Detector):
         box = F.l1_loss(codes[image, anchor], wanted, reduction="sum")
         return {"class": focal / count, "box": box / count}
 
-    def detect(self, features: list[Tensor], batch: ImageList) -> list[Target]:
+    def detect(self, features: list[Tensor], batch: ImageList) -> Target:
         """The best pairs of anchor and class of each level, then suppression within each class."""
         out = self.head(features)
         anchors = self.anchors(batch, features)[0]
@@ -66,5 +66,6 @@ class RetinaNet(Detector):
             boxes = self.coder.decode_single(picked.flatten(0, 1), places[anchor.flatten()]).view_as(picked)
             found.append((boxes, best.float().sigmoid(), index % self.num_classes))
         boxes, scores, labels = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
-        every = zip(boxes, scores, labels, batch.image_sizes, strict=True)
-        return [self.choose(box, score, label, size) for box, score, label, size in every]
+        classes = torch.arange(self.num_classes, device=labels.device)[:, None]
+        by_class = torch.where(labels[:, None] == classes, scores[:, None], 0)  # (B, K, N)
+        return self.choose(boxes[:, None].expand(*by_class.shape, 4), by_class, batch.image_sizes)

@@ -1,0 +1,1 @@
+"""Masks drawn inside boxes, put into the image."""

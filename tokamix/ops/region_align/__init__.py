@@ -1,0 +1,1 @@
+"""RoIAlign over the levels of a pyramid."""

@@ -1,0 +1,1 @@
+"""Non-maximum suppression of many lists of boxes at once."""
