@@ -121,7 +121,7 @@ def train(
     settings = {**recipe.to_dict(), "model": plan.name, "data": plan.data}
     state = _saved_state(folder, settings, resume, accelerator)
 
-    with _numerics(accelerator.device, deterministic):
+    with _numerics(accelerator.device, deterministic, one_size=recipe.task == "classify"):
         loaders, learned = plan.equip(accelerator, {"workers": workers, "corrupt": corrupt})
         learned.prepare(plan.network)
         whole = recipe.compile and recipe.task == "classify"  # of other models, the task compiles what it can
@@ -153,7 +153,7 @@ def train(
 
 
 @contextmanager
-def _numerics(device: torch.device, deterministic: bool) -> Iterator[None]:
+def _numerics(device: torch.device, deterministic: bool, one_size: bool) -> Iterator[None]:
     """PyTorch's settings for a run, and those of before afterwards."""
     before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
     benchmark, cudnn_attention = torch.backends.cudnn.benchmark, torch.backends.cuda.cudnn_sdp_enabled()
@@ -164,7 +164,8 @@ def _numerics(device: torch.device, deterministic: bool) -> Iterator[None]:
     torch.backends.cuda.enable_cudnn_sdp(False)
     if device.type == "cuda" and not deterministic:
         torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.benchmark = True
+        # it tries out algorithms for each new size, and in a detector every step has another number of regions
+        torch.backends.cudnn.benchmark = one_size
     try:
         yield
     finally:
