@@ -26,7 +26,7 @@ SETTINGS = [
     "model=stvit_small",
     "model_kwargs={dims: [64, 96, 128, 192], depths: [1, 1, 2, 1], num_heads: [1, 2, 2, 3]}",
     *("finetune=false", "drop_path=0", "hflip=0", "photometric=false", "scales=[]", "scale_range=none"),
-    *("batch_size=8", "lr=1e-3", "warmup_iterations=50", "iterations=800", "eval_every=100", "ema=none"),
+    *("batch_size=8", "lr=1e-3", "warmup_iterations=50", "iterations=500", "eval_every=50", "ema=none"),
     *("schedule=poly", "min_lr=0", "milestones=[]"),
 ]
 SIZES = {"detect": ["scale=[384, 384]"], "segment": ["scale=[256, 256]", "crop_size=256"]}
