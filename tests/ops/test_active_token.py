@@ -10,6 +10,7 @@ from torchvision.ops import deform_conv2d
 from tests.conftest import assert_golden, golden_cases, load_golden
 from tokamix.ops import active_gather, active_gather_axes, active_gather_joint
 from tokamix.ops.active_token import reference
+from tokamix.ops.active_token.op import plan_gather_axes
 
 AXES = {"h": 1, "w": 2}
 SHAPES = [(1, 1, 1, 4), (2, 7, 5, 12), (1, 63, 1, 8), (1, 3, 65, 4)]
@@ -123,6 +124,27 @@ def test_non_contiguous_and_empty() -> None:
     strided = x.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0), torch.cat([offset, offset], -1)[..., :4]
     torch.testing.assert_close(active_gather_axes(*strided), expected)
     assert active_gather(x[:0], offset[:0, ..., :2], 1).shape == (0, 5, 4, 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("share", [1, 2, 4, 8])
+def test_inference_mode_reads_the_same(dtype: torch.dtype, share: int) -> None:
+    """Rows of 8 and 16 bytes are read as one number there."""
+    x, offset = (t.to(dtype) for t in inputs((2, 5, 4, 16), share, axes=2))
+    expected = *active_gather_axes(x, offset), active_gather_joint(x, offset)
+    with torch.inference_mode():
+        got = *active_gather_axes(x, offset), active_gather_joint(x, offset)
+    assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+
+
+def test_one_plan_for_several_maps() -> None:
+    x, offset = (t.requires_grad_() for t in inputs((2, 7, 5, 12), share=3, axes=2))
+    plan = plan_gather_axes(x, offset)
+    shared = [seen for scale in (1, 2) for seen in active_gather_axes(scale * x, plan)]
+    expected = [seen for scale in (1, 2) for seen in active_gather_axes(scale * x, offset)]
+    torch.testing.assert_close(shared, expected)
+    grads = (torch.autograd.grad(outs, (x, offset), outs) for outs in (shared, expected))
+    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

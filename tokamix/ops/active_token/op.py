@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tokamix.ops import dispatch
 from tokamix.ops.active_token import reference
+from tokamix.ops.active_token.reference import Plan
 
 # what fits on chip: tokens of a line, and channels that share an offset
 MAX_LINE, MAX_SHARE = 1024, 64
@@ -38,22 +39,35 @@ def active_gather(x: Tensor, offset: Tensor, dim: int, backend: str | None = Non
     return reference.active_gather(x, offset, dim)
 
 
-def active_gather_axes(x: Tensor, offset: Tensor, backend: str | None = None) -> tuple[Tensor, Tensor]:
+def active_gather_axes(x: Tensor, offset: Tensor | Plan, backend: str | None = None) -> tuple[Tensor, Tensor]:
     """`active_gather` along the width and along the height, in one pass over x.
 
     Args:
         x: map (B, H, W, C).
-        offset: (B, H, W, 2 C / share), first the offsets along the width, then those along the height.
+        offset: (B, H, W, 2 C / share), first the offsets along the width, then those along the height; or what
+            `plan_gather_axes` made of them.
         backend: force "eager" or "triton".
 
     Returns:
         What was seen along the width and along the height, (B, H, W, C) each.
     """
+    plan = plan_gather_axes(x, offset, backend) if isinstance(offset, Tensor) else offset
+    if isinstance(plan, Plan):
+        return reference.active_gather_axes(x, plan)
+    along_width, along_height = torch.ops.tokamix.active_gather(x, plan, [2, 1])
+    return along_width, along_height
+
+
+def plan_gather_axes(x: Tensor, offset: Tensor, backend: str | None = None) -> Tensor | Plan:
+    """What calls of `active_gather_axes` with the same offset share, computed once for all maps like x.
+
+    The kernels compute it faster than they could read it, so where they run the plan is the offset itself.
+    """
     _check(x, offset, axes=2)
-    if dispatch.choose("active_gather_axes", x, offset, backend=backend, limit=_limit(x, offset, axes=2)) == "triton":
-        along_width, along_height = torch.ops.tokamix.active_gather(x, offset, [2, 1])
-        return along_width, along_height
-    return reference.active_gather_axes(x, offset)
+    limit = _limit(x, offset, axes=2)
+    if dispatch.choose("active_gather_axes", x, offset, backend=backend, limit=limit) == "triton":
+        return offset
+    return reference.plan_axes(x, offset)
 
 
 def active_gather_joint(x: Tensor, offset: Tensor) -> Tensor:
