@@ -190,7 +190,7 @@ def deformable_model(model: nn.Module) -> nn.Module:
     for mixer in model.modules():
         if isinstance(mixer, ActiveTokenMixer):
             mixer.embed = nn.ModuleList(DeformableEmbed(embed, i == 1) for i, embed in enumerate(mixer.embed))
-            mixer._look = look
+            mixer._look, mixer.plan = look, lambda x, grid, offset: offset
     return model
 
 

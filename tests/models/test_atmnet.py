@@ -134,9 +134,10 @@ def test_golden_block(case: str) -> None:
         block.mixer = ActiveTokenMixer(12, share=1, predict=False).double()
         block.load_state_dict(weights)
         given = tokens(given, "NCHW")
-    out, offset = block(tokens(leaves["x"]), grid, given)
+    out, _ = block(tokens(leaves["x"]), grid, given)
     outputs = {"x": down(out.unflatten(1, grid))}
     if ctor["new_offset"]:
+        offset = block.offset(tokens(leaves["x"]))
         outputs["offset"] = offset.repeat_interleave(share, -1).unflatten(1, grid).permute(0, 3, 1, 2)
     for name, expected in golden.outputs.items():
         assert_golden(outputs[name], expected, name)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tokamix.layers import tokens_to_map
 from tokamix.ops import active_gather_axes, active_gather_joint
+from tokamix.ops.active_token.op import Plan, plan_gather_axes
 from tokamix.ops.precision import autocast_dtype
 
 OFFSETS = ("axial", "joint", "zero")
@@ -72,13 +73,14 @@ class ActiveTokenMixer(nn.Module):
         self.fusion = Mlp(out_dim, max(out_dim // 4, 1), (directions + 1) * out_dim, **dd)
         self.proj = nn.Linear(out_dim, out_dim, **dd)
 
-    def forward(self, x: Tensor, grid: tuple[int, int], offset: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, grid: tuple[int, int], offset: Tensor | Plan | None = None) -> Tensor:
         """Mix tokens.
 
         Args:
             x: tokens (B, H*W, C).
             grid: (H, W).
-            offset: (B, H*W, contexts * 2 * C / share), see `ActiveOffset`; None predicts them from x.
+            offset: (B, H*W, contexts * 2 * C / share), see `ActiveOffset`, or what `plan` made of them; None predicts
+                them from x.
         """
         if offset is None and self.offset is not None:
             offset = self.offset(x)
@@ -86,20 +88,30 @@ class ActiveTokenMixer(nn.Module):
         branches = [embed(seen) for embed, seen in zip(self.embed, self._look(x, grid, offset), strict=True)]
         branches.append(self.embed_query(x))
         summary = torch.stack([branch.mean(dim=1) for branch in branches]).sum(0)  # (B, C)
-        weights = self.fusion(summary).unflatten(-1, (summary.shape[-1], len(branches))).softmax(dim=-1)
-        first, *others = weights.to(x.dtype).unsqueeze(1).unbind(-1)  # (B, 1, C) each
+        weights = self.fusion(summary).unflatten(-1, (summary.shape[-1], len(branches)))
+        # branches first: weights that lie apart in memory make the products slow on a CPU
+        first, *others = weights.movedim(-1, 0).softmax(dim=0).to(x.dtype).unsqueeze(2)  # (B, 1, C) each
         mixed = first * branches[0]
         for weight, branch in zip(others, branches[1:], strict=True):
             mixed = torch.addcmul(mixed, weight, branch)
         return self.proj(mixed)
 
-    def _look(self, x: Tensor, grid: tuple[int, int], offset: Tensor | None) -> list[Tensor]:
+    def plan(self, x: Tensor, grid: tuple[int, int], offset: Tensor) -> Tensor | Plan:
+        """Offsets in the form that costs least where several mixers, on tokens like x, look by the same ones."""
+        if self.offsets != "axial" or self.contexts > 1:
+            return offset
+        plan = plan_gather_axes(tokens_to_map(x, grid), tokens_to_map(offset, grid))
+        return plan if isinstance(plan, Plan) else offset
+
+    def _look(self, x: Tensor, grid: tuple[int, int], offset: Tensor | Plan | None) -> list[Tensor]:
         """What each direction sees: (B, H*W, contexts * C) each."""
         if self.offsets == "zero":
             return [x.repeat(1, 1, self.contexts) if self.contexts > 1 else x] * len(self.embed)
         if offset is None:
             raise ValueError("a mixer built with predict=False has no offsets of its own: pass offset")
         x = tokens_to_map(x, grid)
+        if isinstance(offset, Plan):
+            return [s.flatten(1, 2) for s in active_gather_axes(x, offset)]
         seen = []  # by context, then by direction
         for part in tokens_to_map(offset, grid).chunk(self.contexts, dim=-1):
             seen.append(active_gather_axes(x, part) if self.offsets == "axial" else (active_gather_joint(x, part),))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tokamix.layers import GELU, DepthwiseConv, MapConv, channels_last, map_to_tokens, tokens_to_map
 from tokamix.mixers.active_token import ActiveOffset, ActiveTokenMixer
 from tokamix.models._backbone import Pyramid, Stage, image_cfg
+from tokamix.ops.active_token.op import Plan
 
 
 class ActiveBlock(nn.Module):
@@ -45,10 +46,12 @@ class ActiveBlock(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=GELU, **dd)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, grid: tuple[int, int], offset: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, grid: tuple[int, int], offset: Tensor | Plan | None
+    ) -> tuple[Tensor, Tensor | Plan | None]:
         """Tokens (B, H*W, C) and the stage's latest offsets -> the same, with new offsets if the block makes them."""
         if self.offset is not None:
-            offset = self.offset(x)
+            offset = self.mixer.plan(x, grid, self.offset(x))  # for the blocks that follow, too
         x = x + self.drop_path(self.mixer(self.norm1(x), grid, offset))
         return x + self.drop_path(self.mlp(self.norm2(x))), offset
 
