@@ -18,9 +18,9 @@ from PIL import Image
 from timm.data import ImageDataset, create_loader
 from torch.nn.functional import cross_entropy
 
+from tokamix.compiling import compile_blocks
 from tokamix.data import ArraySet, make_loader, mix, open_data
 from tokamix.recipes import Recipe
-from tokamix.train.compiling import compile_blocks
 
 STRONG = {"augment": "rand-m9-mstd0.5-inc1", "random_erasing": 0.25}
 SMALL = {

@@ -2,8 +2,8 @@
 
 Mask R-CNN on images of 800 x 1280 and Semantic FPN on 512 x 512, inference, bfloat16 by autocast, or with
 `--precision half` with weights of float16, which is the best that deformable convolution can do: under autocast it
-computes in float32. First the two must agree in float32. "compiled" makes one CUDA graph of all a detector does before
-masks are put into the image, or of the segmenter. `--quick` is a small run for any machine. Writes `--out`, a CSV file.
+computes in float32. First the two must agree in float32. "recorded" is `tokamix.dense.Recorded`: parts compiled,
+the whole one CUDA graph. `--quick` is a small run for any machine. Writes `--out`, a CSV file.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from active_token import deformable_model
 from torch import Tensor, nn
 
 from tokamix.bench.timing import median_ms
-from tokamix.dense import MaskRCNN, create_detector, create_segmenter
+from tokamix.dense import MaskRCNN, Recorded, create_detector, create_segmenter
 
 CASES = [("mask_rcnn", (800, 1280), 1), ("mask_rcnn", (800, 1280), 4), ("semantic_fpn", (512, 512), 8)]
 QUICK = [("mask_rcnn", (64, 96), 1), ("semantic_fpn", (64, 64), 1)]
@@ -62,19 +62,17 @@ def check(ours: nn.Module, theirs: nn.Module, images: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def prepared(model: nn.Module, precision: str, mode: str, device: str) -> Iterator[Callable[[Tensor], object]]:
+def prepared(model: nn.Module, images: Tensor, precision: str, mode: str) -> Iterator[Callable[[], object]]:
     """The model as it is called in one row of the table."""
     if precision == "half":
         model.half()
-    if mode == "compiled":
-        torch.compiler.reset()
-        if isinstance(model, MaskRCNN):
-            model.find = torch.compile(model.find, mode="reduce-overhead", dynamic=False)
-        else:
-            model.compile(mode="reduce-overhead", dynamic=False)
+    device = images.device.type
     lowered = precision == "autocast" and device == "cuda"  # deform_conv2d cannot run in bfloat16 on the CPU
     with torch.autocast(device, torch.bfloat16, enabled=lowered):
-        yield lambda images: model(images.half() if precision == "half" else images)
+        if precision == "half":
+            images = images.half()
+        call = Recorded(model, images) if mode == "recorded" else model
+        yield lambda: call(images)
 
 
 def measure(case: tuple[str, tuple[int, int], int], options: argparse.Namespace) -> Iterator[dict]:
@@ -94,8 +92,8 @@ def measure(case: tuple[str, tuple[int, int], int], options: argparse.Namespace)
                 model.load_state_dict(state)
                 model = model if side == "ours" else deformable_model(model)
                 try:
-                    with prepared(model, precision, mode, device) as call:
-                        times.append(median_ms(lambda call=call: call(images), device, options.seconds))
+                    with prepared(model, images, precision, mode) as call:
+                        times.append(median_ms(call, device, options.seconds))
                 except Exception as error:  # one row must not cost the others
                     print(f"{side} {method} {precision} {mode} FAILED, {type(error).__name__}: {str(error)[:300]}")
                     times.append(math.nan)
@@ -116,7 +114,7 @@ def measure(case: tuple[str, tuple[int, int], int], options: argparse.Namespace)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, small images, one batch")
-    parser.add_argument("--mode", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
+    parser.add_argument("--mode", nargs="+", default=["eager", "recorded"], choices=["eager", "recorded"])
     parser.add_argument("--precision", nargs="+", default=["autocast"], choices=["autocast", "half"])
     parser.add_argument("--cases", nargs="+", type=int, default=[0, 1, 2], help="rows of the table of cases")
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing for each number")

@@ -17,8 +17,8 @@ from tokamix.registry import count_sizes, known_sizes, sizes
 PACKAGE = Path(tokamix.__file__).parent
 # floors from the ground up; a module may import its own floor and those below it
 FLOORS = [
-    *("processes", "ops", "layers", "mixers", "swap", "models", "count", "registry", "checkpoint", "dense", "bench"),
-    *("recipes", "data", "evaluate", "predict", "train", "explain", "demo", "cli"),
+    *("processes", "compiling", "ops", "layers", "mixers", "swap", "models", "count", "registry", "checkpoint"),
+    *("dense", "bench", "recipes", "data", "evaluate", "predict", "train", "explain", "demo", "cli"),
 ]
 
 

@@ -19,11 +19,11 @@ from timm.layers import DropPath
 
 import tokamix
 from tests.train.tiny import TINY, run, tiny_data
+from tokamix.compiling import compile_blocks
 from tokamix.data import make_loader
 from tokamix.evaluate import evaluate
 from tokamix.train import train
 from tokamix.train.build import build_model, data_config, timm_config
-from tokamix.train.compiling import compile_blocks
 from tokamix.train.curves import draw_curves
 from tokamix.train.engine import Engine
 from tokamix.train.files import write_tensors

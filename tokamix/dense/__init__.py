@@ -10,6 +10,7 @@ from tokamix.dense.backbone import Backbone, make_backbone
 from tokamix.dense.cascade import CascadeMaskRCNN
 from tokamix.dense.fpn import FPN
 from tokamix.dense.mask_rcnn import MaskRCNN
+from tokamix.dense.recording import Recorded
 from tokamix.dense.retinanet import RetinaNet
 from tokamix.dense.segmenter import IGNORE, Segmenter
 from tokamix.dense.semantic_fpn import SemanticFPN
@@ -108,6 +109,7 @@ __all__ = [
     "CascadeMaskRCNN",
     "Detector",
     "MaskRCNN",
+    "Recorded",
     "RetinaNet",
     "Segmenter",
     "SemanticFPN",

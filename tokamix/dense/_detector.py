@@ -64,21 +64,19 @@ class Detector(DenseModel):
             )
         if targets is not None:
             return self.losses(self.neck(self.backbone(batch.tensors)), batch, targets)
-        found = self.find(batch)
-        counts = (found["scores"] > 0).sum(1).tolist()  # the one wait for the device
-        return [
-            finish({name: value[i, :count].clone() for name, value in found.items()}, size, wanted)
-            for i, (count, size, wanted) in enumerate(
-                zip(counts, batch.image_sizes, sizes or batch.image_sizes, strict=True)
-            )
-        ]
+        return self.present(self.find(batch), batch.image_sizes, sizes)
 
     def find(self, batch: ImageList) -> Target:
-        """What is found in all images, as `detect` gives it: all that happens on the device, and nothing waits for it.
-
-        `detector.find = torch.compile(detector.find, mode="reduce-overhead")` makes one CUDA graph of it.
-        """
+        """What is found in all images, as `detect` gives it; on a GPU nothing waits for the device meanwhile."""
         return self.detect(self.neck(self.backbone(batch.tensors)), batch)
+
+    def present(self, found: Target, given: Sizes, wanted: Sizes | None = None) -> list[Target]:
+        """What `find` found in images of the sizes given, image by image, in pixels of those wanted."""
+        counts = (found["scores"] > 0).sum(1).tolist()
+        return [
+            finish({name: value[i, :count].clone() for name, value in found.items()}, size, out)
+            for i, (count, size, out) in enumerate(zip(counts, given, wanted or given, strict=True))
+        ]
 
     def losses(self, features: list[Tensor], batch: ImageList, targets: list[Target]) -> dict[str, Tensor]:
         """Losses by name."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.retinanet import RetinaNetHead
 from torchvision.ops import sigmoid_focal_loss
@@ -31,6 +31,10 @@ class RetinaNet(Detector):
         self.anchors = Anchors(self.neck.strides, [4 * 2 ** (i / 3) for i in range(3)])
         self.head = RetinaNetHead(width, 9, num_classes)
         self.coder, self.matcher = Coder(), Assigner(0.5, 0.4, least=0.0)
+
+    def plain_parts(self) -> list[nn.Module]:
+        """Neck and head."""
+        return [self.neck, self.head]
 
     def losses(self, features: list[Tensor], batch: ImageList, targets: list[Target]) -> dict[str, Tensor]:
         """The focal loss of the classes and the L1 loss of the boxes."""

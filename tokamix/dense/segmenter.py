@@ -84,6 +84,10 @@ class Segmenter(DenseModel):
         self.neck = nn.Identity() if neck is None else neck
         self.head, self.auxiliary, self.aux_level = head, auxiliary, aux_level
 
+    def plain_parts(self) -> list[nn.Module]:
+        """Neck and head."""
+        return [self.neck, self.head]
+
     def forward(self, images: Tensor, target: Tensor | None = None) -> Tensor | dict[str, Tensor]:
         """Images (B, 3, H, W) -> logits (B, K, H, W); with a target (B, H, W), losses by name."""
         if target is not None and target.shape != (images.shape[0], *images.shape[-2:]):

@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tokamix.compiling import compile_blocks
 from tokamix.processes import join
 from tokamix.recipes import Recipe
-from tokamix.train.compiling import compile_blocks
 from tokamix.train.optim import make_optimizer
 
 try:

@@ -12,8 +12,8 @@ from timm.data import resolve_model_data_config
 from torch import Tensor
 
 from tokamix.checkpoint import load_checkpoint, read_checkpoint, unwrap
+from tokamix.compiling import compile_blocks
 from tokamix.registry import create_model
-from tokamix.train.compiling import compile_blocks
 
 Statistics = tuple[Sequence[float], Sequence[float]]
 

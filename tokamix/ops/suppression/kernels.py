@@ -32,7 +32,7 @@ def _suppress_kernel(
         width = tl.maximum(tl.minimum(right, x1) - tl.maximum(left, x0), 0.0)
         height = tl.maximum(tl.minimum(bottom, y1) - tl.maximum(top, y0), 0.0)
         common = width * height
-        hidden = tl.div_rn(common, (x1 - x0) * (y1 - y0) + area - common) > overlap
+        hidden = common > overlap * ((x1 - x0) * (y1 - y0) + area - common)
         candidates = tl.where(hidden | (o_n <= best), 0, candidates)
         best = tl.min(tl.where(candidates != 0, o_n, BLOCK))
     tl.store(p_keep + i_s * N + o_n, keep.to(tl.int8), mask)
@@ -44,7 +44,7 @@ def suppress(boxes: Tensor, valid: Tensor, overlap: float) -> Tensor:
     keep = torch.empty(lists, count, dtype=torch.bool, device=boxes.device)
     if keep.numel():
         block = triton.next_power_of_2(count)
-        warps = min(max(block // 256, 1), 16)
+        warps = min(max(block // 128, 1), 16)
         flags, kept = valid.contiguous().view(torch.int8), keep.view(torch.int8)
         _suppress_kernel[lists,](boxes.contiguous(), flags, kept, count, overlap, block, num_warps=warps)
     return keep

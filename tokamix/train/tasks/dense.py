@@ -14,12 +14,12 @@ from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 from torchvision.transforms.functional import to_pil_image
 
+from tokamix.compiling import compile_blocks
 from tokamix.data.decode import DataError
 from tokamix.data.scenes import Scene, SceneData
 from tokamix.predict import Prediction, Predictor, draw
 from tokamix.predict.draw import Colour, contact_sheet
 from tokamix.recipes import Recipe
-from tokamix.train.compiling import compile_blocks
 from tokamix.train.tasks import Logs, Moment
 
 _log = logging.getLogger("tokamix")

@@ -1,0 +1,31 @@
+"""A detector with the kernels gives what it gives without, and nothing in it waits for the device."""
+
+import pytest
+import torch
+
+from tests.dense.detectors import small
+from tests.ops.kernels import DEVICE, needs_triton
+from tokamix.dense import _detector, mask_rcnn
+from tokamix.dense._detector import collect
+from tokamix.ops.dispatch import use_backend
+
+pytestmark = needs_triton
+
+
+@pytest.mark.parametrize("method", ["mask_rcnn", "cascade_mask_rcnn", "retinanet"])
+@torch.no_grad()
+def test_detectors(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    detector = small(method, spread=1.0).to(DEVICE)
+    detector.least_score, detector.most, detector.candidates = 0.0, 9, 12
+    if method != "retinanet":
+        detector.rpn._pre_nms_top_n["testing"] = detector.rpn._post_nms_top_n["testing"] = 12
+    batch = collect([torch.randn(3, 64, 96, device=DEVICE), torch.randn(3, 50, 90, device=DEVICE)], 32)
+    with use_backend("eager"):
+        expected = detector.find(batch)
+    for module in (_detector, mask_rcnn):  # on a CPU they cut off what fills up the rows, whose number they ask for
+        monkeypatch.setattr(module, "trim", lambda valid, *rows: rows)
+    found = torch.compile(detector.find, backend="aot_eager", fullgraph=True)(batch)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name][:, : value.shape[1]], value, rtol=1e-4, atol=1e-4)
+    assert (expected["scores"] > 0).any(1).all()
