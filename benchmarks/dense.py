@@ -75,6 +75,17 @@ def prepared(model: nn.Module, images: Tensor, precision: str, mode: str) -> Ite
         yield lambda: call(images)
 
 
+def print_profile(call: Callable[[], object]) -> None:
+    """The kernels that take most of a call's time on the GPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as record:
+        call()
+        torch.cuda.synchronize()
+    rows = sorted(record.key_averages(), key=lambda row: -row.self_device_time_total)
+    print(f"{sum(row.self_device_time_total for row in rows) / 1e3:.2f} ms, {sum(row.count for row in rows)} kernels")
+    for row in rows[:20]:
+        print(f"  {row.self_device_time_total / 1e3:7.3f} ms {row.count:5d}  {row.key[:90]}")
+
+
 def measure(case: tuple[str, tuple[int, int], int], options: argparse.Namespace) -> Iterator[dict]:
     method, size, batch = case
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,6 +105,8 @@ def measure(case: tuple[str, tuple[int, int], int], options: argparse.Namespace)
                 try:
                     with prepared(model, images, precision, mode) as call:
                         times.append(median_ms(call, device, options.seconds))
+                        if options.profile and side == "ours":
+                            print_profile(call)
                 except Exception as error:  # one row must not cost the others
                     print(f"{side} {method} {precision} {mode} FAILED, {type(error).__name__}: {str(error)[:300]}")
                     times.append(math.nan)
@@ -117,6 +130,7 @@ def main() -> None:
     parser.add_argument("--mode", nargs="+", default=["eager", "recorded"], choices=["eager", "recorded"])
     parser.add_argument("--precision", nargs="+", default=["autocast"], choices=["autocast", "half"])
     parser.add_argument("--cases", nargs="+", type=int, default=[0, 1, 2], help="rows of the table of cases")
+    parser.add_argument("--profile", action="store_true", help="print which kernels take the time of our side")
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing for each number")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "dense.csv")
     options = parser.parse_args()

@@ -1,5 +1,7 @@
 """Models as CUDA graphs give what the models give."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,13 +22,22 @@ def test_what_cannot_be_recorded() -> None:
 
 def assert_same(got: Tensor | list, expected: Tensor | list) -> None:
     if isinstance(expected, Tensor):
-        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
         return
     for a, b in zip(got, expected, strict=True):
         assert a.keys() == b.keys()
-        assert len(b["scores"])
-        torch.testing.assert_close(a["scores"], b["scores"], rtol=1e-3, atol=1e-3)
-        torch.testing.assert_close(a["boxes"], b["boxes"], rtol=1e-3, atol=1e-1)
+        scores = b["scores"]
+        torch.testing.assert_close(a["scores"], scores, rtol=1e-4, atol=1e-5)
+        apart = (scores[:-1] - scores[1:] > 1e-4).float()  # others may change places
+        alone = torch.cat([apart.new_ones(1), apart]) * torch.cat([apart, apart.new_zeros(1)]) > 0
+        assert alone.sum() > 5
+        torch.testing.assert_close(a["boxes"][alone], b["boxes"][alone], rtol=1e-3, atol=1e-2)
+
+
+@pytest.fixture(autouse=True)
+def without_tf32() -> Iterator[None]:
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        yield
 
 
 @pytest.mark.gpu
@@ -43,6 +54,7 @@ def test_recorded(method: str, compiled: bool) -> None:
     first, second = torch.randn(2, 2, 3, 96, 128, device="cuda").unbind()
     expected = model(first), model(second)
     recorded = Recorded(model, first, compiled)
+    recorded(first)
     assert_same(recorded(second), expected[1])
     assert_same(recorded(first), expected[0])
     for weight in model.backbone.parameters():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ops.kernels import DEVICE, needs_triton
-from tokamix.ops.suppression.op import MOST, suppress
+from tokamix.ops.suppression.op import suppress
 
 pytestmark = needs_triton
 
@@ -30,9 +30,12 @@ def test_expanded_and_degenerate(poison_empty: None) -> None:
     assert suppress(boxes[None, :0], valid[:1, :0], 0.5, backend="triton").shape == (1, 0)
 
 
-def test_lists_too_long_for_the_kernel() -> None:
-    with pytest.raises(RuntimeError, match="the kernel takes"):
-        suppress(torch.zeros(1, MOST + 1, 4, device=DEVICE), torch.ones(1, MOST + 1).bool(), 0.5, backend="triton")
+def test_a_long_chain() -> None:
+    """Each box hides the next, if it is not hidden itself: every second one stays."""
+    left = torch.arange(150.0, device=DEVICE) * 3
+    boxes = torch.stack([left, left * 0, left + 10, left * 0 + 10], 1)[None]
+    keep = suppress(boxes, torch.ones(1, 150, dtype=torch.bool, device=DEVICE), 0.5, backend="triton")
+    assert keep[0].tolist() == [True, False] * 75
 
 
 def test_opcheck() -> None:

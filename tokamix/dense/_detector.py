@@ -66,6 +66,10 @@ class Detector(DenseModel):
             return self.losses(self.neck(self.backbone(batch.tensors)), batch, targets)
         return self.present(self.find(batch), batch.image_sizes, sizes)
 
+    def plain_parts(self) -> list[nn.Module]:
+        """The parts behind the backbone that are made of convolutions and linear layers alone."""
+        raise NotImplementedError
+
     def find(self, batch: ImageList) -> Target:
         """What is found in all images, as `detect` gives it; on a GPU nothing waits for the device meanwhile."""
         return self.detect(self.neck(self.backbone(batch.tensors)), batch)

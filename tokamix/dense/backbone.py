@@ -135,10 +135,6 @@ class DenseModel(nn.Module):
     method = ""
     backbone: Backbone
 
-    def plain_parts(self) -> list[nn.Module]:
-        """The parts behind the backbone that are made of convolutions and linear layers alone."""
-        raise NotImplementedError
-
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the backbone's blocks in the backward pass instead of keeping their activations."""

@@ -37,9 +37,7 @@ class Recorded:
             raise ValueError(f"a detector is recorded for sides that are multiples of {stride}, got {sides}")
         self.model, self.images, self.sizes = model, images.clone(), [sides] * len(images)
         if compiled:
-            compile_blocks(model.backbone, graphs=False)
-            for part in model.plain_parts():
-                part.compile(dynamic=False)
+            _compile(model)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with _weights_cast_anew():
@@ -52,19 +50,29 @@ class Recorded:
                 self.out = self._run()
 
     def __call__(self, images: Tensor, sizes: Sizes | None = None) -> Tensor | list[Target]:
-        """Logits, or what is found, as the model itself gives it; `sizes` are for detectors."""
+        """Logits, which the next call writes over; or what is found, in images of `sizes` if they are given."""
         if images.shape != self.images.shape:
             raise ValueError(f"recorded for images {tuple(self.images.shape)}, got {tuple(images.shape)}; record again")
         self.images.copy_(images)
         self.graph.replay()
         if isinstance(self.model, Detector):
             return self.model.present(self.out, self.sizes, sizes)
-        return self.out.clone()  # the next call writes over it
+        return self.out
 
     def _run(self) -> Any:
         if isinstance(self.model, Detector):
             return self.model.find(ImageList(self.images, self.sizes))
         return self.model(self.images)
+
+
+def _compile(model: Segmenter | Detector) -> None:
+    """Compile a model's blocks, and what stands behind them, for one size of images."""
+    compile_blocks(model.backbone, graphs=False)
+    if isinstance(model, Segmenter):
+        model.decode = torch.compile(model.decode, dynamic=False)  # type: ignore[method-assign]
+    else:
+        for part in model.plain_parts():
+            part.compile(dynamic=False)
 
 
 @contextmanager

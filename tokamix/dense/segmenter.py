@@ -84,30 +84,25 @@ class Segmenter(DenseModel):
         self.neck = nn.Identity() if neck is None else neck
         self.head, self.auxiliary, self.aux_level = head, auxiliary, aux_level
 
-    def plain_parts(self) -> list[nn.Module]:
-        """Neck and head."""
-        return [self.neck, self.head]
-
     def forward(self, images: Tensor, target: Tensor | None = None) -> Tensor | dict[str, Tensor]:
         """Images (B, 3, H, W) -> logits (B, K, H, W); with a target (B, H, W), losses by name."""
         if target is not None and target.shape != (images.shape[0], *images.shape[-2:]):
             raise ValueError(f"images {tuple(images.shape)} and target {tuple(target.shape)} differ in size or number")
         padded = self.backbone.pad(images)
         maps = self.backbone(padded)
-        logits = self._resize(self.head(self.neck(maps)), padded, images)
+        height, width = images.shape[-2:]
+        logits = self.decode(maps, padded.shape[-2:])[..., :height, :width]
         if target is None:
             return logits
         losses = {"loss_seg": segmentation_loss(logits, target)}
         if self.auxiliary is not None:
-            aux = self._resize(self.auxiliary(maps[self.aux_level]), padded, images)
+            aux = resize(self.auxiliary(maps[self.aux_level]), padded.shape[-2:])[..., :height, :width]
             losses["loss_aux"] = AUX_WEIGHT * segmentation_loss(aux, target)
         return losses
 
-    @staticmethod
-    def _resize(logits: Tensor, padded: Tensor, images: Tensor) -> Tensor:
-        """Logits of the padded images -> logits of the images."""
-        logits = resize(logits, padded.shape[-2:])
-        return logits[..., : images.shape[-2], : images.shape[-1]]
+    def decode(self, maps: list[Tensor], size: tuple[int, int] | torch.Size) -> Tensor:
+        """The backbone's maps -> logits (B, K, *size)."""
+        return resize(self.head(self.neck(maps)), size)
 
 
 def resize(x: Tensor, size: tuple[int, int] | torch.Size) -> Tensor:

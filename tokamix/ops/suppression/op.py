@@ -6,8 +6,6 @@ from torch import Tensor
 from tokamix.ops import dispatch
 from tokamix.ops.suppression import reference
 
-MOST = 8192  # boxes of a list that the kernel takes: a program holds them in its registers
-
 
 def suppress(boxes: Tensor, valid: Tensor, overlap: float, backend: str | None = None) -> Tensor:
     """Greedy non-maximum suppression within each of many lists, without waiting for the device.
@@ -23,8 +21,7 @@ def suppress(boxes: Tensor, valid: Tensor, overlap: float, backend: str | None =
     """
     if boxes.shape != (*valid.shape, 4):
         raise ValueError(f"suppress needs boxes (..., N, 4) and valid (..., N), got {boxes.shape} and {valid.shape}")
-    limit = None if valid.shape[-1] <= MOST else f"lists have {valid.shape[-1]} boxes, the kernel takes {MOST}"
-    kernel = dispatch.choose("suppress", boxes, backend=backend, limit=limit) == "triton"
+    kernel = dispatch.choose("suppress", boxes, backend=backend) == "triton"
     flat = boxes.detach().float().flatten(0, -3), valid.flatten(0, -2)
     return torch.ops.tokamix.suppress(*flat, overlap, kernel).view(valid.shape)
 
