@@ -7,6 +7,7 @@ pictures, and writes the curve to `--figure`.
 import argparse
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -20,6 +21,7 @@ from tokamix.train import train
 
 THINGS = range(1, 9)  # in a picture; crowds are left out
 TITLES = {"box_ap": "box AP", "mask_ap": "mask AP", "miou": "mIoU"}
+METHODS = {"detect": "Mask R-CNN", "segment": "Semantic FPN"}
 BARS = {"box_ap": 60, "miou": 85}
 # a small body, from scratch, and nothing that makes a picture look different from time to time
 SETTINGS = [
@@ -91,16 +93,20 @@ def main() -> None:
     print(", ".join(f"{TITLES[key]} {result.epochs[-1][key]:.1f}" for key in shown), end="")
     print(f" on {len(few)} pictures after {recipe.iterations} steps, {time.perf_counter() - begun:.0f} s")
     if args.figure:
-        figure, axis = plt.subplots(figsize=(5, 3.2), layout="constrained")
-        steps = [row["update"] for row in result.epochs]
-        for key in shown:
-            axis.plot(steps, [row[key] for row in result.epochs], label=TITLES[key])
-            if key in BARS:
-                axis.axhline(BARS[key], color="grey", lw=0.8, ls=":")
-        axis.set(xlabel="step", ylabel="percent", ylim=(0, 100), title=f"{recipe.method}, {len(few)} real pictures")
-        axis.legend(frameon=False)
-        axis.spines[["top", "right"]].set_visible(False)
-        figure.savefig(args.figure, dpi=150)
+        draw(result.epochs, f"{METHODS[args.task]}, {len(few)} pictures learned by heart", args.figure)
+
+
+def draw(rows: Sequence[Mapping], title: str, path: Path) -> None:
+    figure, axis = plt.subplots(figsize=(5, 3.2), layout="constrained")
+    steps = [row["update"] for row in rows]
+    for key in (key for key in TITLES if key in rows[-1]):
+        axis.plot(steps, [row[key] for row in rows], marker=".", label=f"{TITLES[key]} {rows[-1][key]:.1f}")
+        if key in BARS:
+            axis.axhline(BARS[key], color="grey", lw=0.8, ls=":")
+    axis.set(xlabel="step", ylabel="percent", xlim=(0, None), ylim=(0, 100), title=title)
+    axis.legend(frameon=False, loc="lower right")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ AUTHORS = {
     ("stvit_small", "infer", 1024): 41,
 }
 AUTHORS_GB = {"atmnet_tiny": 12.2, "stvit_small": 11.6, "amixer_tiny": 13.8, "xcit_small_12_p16_sima": 9.1}
+METHODS = {"mask_rcnn": "Mask R-CNN", "semantic_fpn": "Semantic FPN"}
 GRAPHS = "reduce-overhead"  # the mode of torch.compile that replays CUDA graphs
 COLORS = {
     "softmax": "#444444",
@@ -75,6 +76,22 @@ def ops_table() -> list[str]:
     return lines
 
 
+def dense_table() -> list[str]:
+    lines = [
+        "| network | images | eager | with `deform_conv2d` | recorded | with `deform_conv2d` | times |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    modes: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
+    for row in rows("dense"):
+        modes.setdefault((row["method"], row["batch"], row["size"]), {})[row["mode"]] = row
+    for (method, batch, size), by_mode in modes.items():
+        numbers = [by_mode[mode][side] for mode in ("eager", "recorded") for side in ("ours_ms", "deform_ms")]
+        numbers[2] = f"**{numbers[2]}**"
+        times = by_mode["recorded"]["times_as_fast"]
+        lines.append(f"| {METHODS[method]} | {batch} x {size} | {' | '.join(numbers)} | {times}x |")
+    return lines
+
+
 def scaling_plot() -> None:
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     limits: dict[int, float] = {}
@@ -121,6 +138,7 @@ def main() -> None:
         "INFER": models_table("infer", 224),
         "TRAIN": models_table("train", 224),
         "LARGE": models_table("infer", 1024),
+        "DENSE": dense_table(),
         "OPS": ops_table(),
         "ENVIRONMENT": [environment],
     }.items():
