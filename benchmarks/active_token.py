@@ -203,7 +203,8 @@ def on_cpu() -> None:
     for batch in (1, 8):
         images, times = torch.randn(batch, 3, 224, 224), {ours: [], theirs: []}
         torch.testing.assert_close(ours(images), theirs(images), rtol=1e-3, atol=1e-4)
-        for _ in range(40 // batch + 5):  # by turns, so that what else the machine does touches both; the best of each counts
+        # by turns, so that what else the machine does touches both; the best of each counts
+        for _ in range(40 // batch + 5):
             for model, runs in times.items():
                 start = time.perf_counter()
                 model(images)
