@@ -105,7 +105,7 @@ def measure(case: tuple[str, tuple[int, int], int], options: argparse.Namespace)
                 try:
                     with prepared(model, images, precision, mode) as call:
                         times.append(median_ms(call, device, options.seconds))
-                        if options.profile and side == "ours":
+                        if options.profile and side == "ours" and device == "cuda":
                             print_profile(call)
                 except Exception as error:  # one row must not cost the others
                     print(f"{side} {method} {precision} {mode} FAILED, {type(error).__name__}: {str(error)[:300]}")
@@ -132,8 +132,12 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", type=int, default=[0, 1, 2], help="rows of the table of cases")
     parser.add_argument("--profile", action="store_true", help="print which kernels take the time of our side")
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing for each number")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "dense.csv")
+    parser.add_argument("--out", type=Path, help="default, for a run with all rows: results/dense.csv")
     options = parser.parse_args()
+    if options.out is None:
+        if options.quick or len(options.mode) < 2 or len(options.cases) < len(CASES):
+            parser.error("a run without all rows needs --out, so that results/dense.csv stays whole")
+        options.out = Path(__file__).parents[1] / "results" / "dense.csv"
     if options.quick:
         options.mode, options.seconds = ["eager"], 0.1
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"

@@ -82,7 +82,7 @@ def dense_table() -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     modes: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
-    for row in rows("dense"):
+    for row in (row for row in rows("dense") if row["precision"] == "autocast"):
         modes.setdefault((row["method"], row["batch"], row["size"]), {})[row["mode"]] = row
     for (method, batch, size), by_mode in modes.items():
         numbers = [by_mode[mode][side] for mode in ("eager", "recorded") for side in ("ours_ms", "deform_ms")]

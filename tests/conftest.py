@@ -51,13 +51,13 @@ def seed() -> None:
 
 @pytest.fixture
 def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.empty and friends hold NaN, so an output nobody wrote is seen."""
+    """torch.empty and friends hold NaN, or True, so an output nobody wrote is seen."""
     for name in ("empty", "empty_like", "empty_strided"):
         real = getattr(torch, name)
 
         def poisoned(*args, real=real, **kwargs):
             out = real(*args, **kwargs)
-            return out.fill_(float("nan")) if out.is_floating_point() else out
+            return out.fill_(float("nan")) if out.is_floating_point() or out.dtype == torch.bool else out
 
         monkeypatch.setattr(torch, name, poisoned)
 

@@ -157,6 +157,17 @@ def test_empty_masks(detector: Detector) -> None:
     lost(detector, torch.randn(1, 3, *SIZE), [scene])
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_image_does_not_cost_the_others(detector: Detector, bad: float) -> None:
+    images = torch.randn(2, 3, *SIZE)
+    with torch.no_grad():
+        expected = detector(images[1:])[0]
+        images[0] = bad
+        nothing, found = detector(images)
+    assert not len(nothing["boxes"])
+    torch.testing.assert_close(found["scores"], expected["scores"])
+
+
 def test_a_line_of_4000_pixels(detector: Detector) -> None:
     size = (1, 4000)
     lost(detector, torch.randn(1, 3, *size), [target([[100, 0, 900, 1]], [1], size)])

@@ -267,6 +267,15 @@ def test_an_image_without_proposals_gets_itself(ours: MaskRCNN) -> None:
     assert [x.tolist() for x in got] == [[[[0, 0, 9, 7]]], [[True]]]
 
 
+def test_a_bad_score_is_no_proposal(ours: MaskRCNN) -> None:
+    """Nor does it push others out, though it sorts as the best."""
+    scores = torch.tensor([math.nan, 1.0, math.nan, 2.0]).view(1, 4, 1)
+    places = torch.tensor([[0.0, 0, 3, 3], [4, 0, 7, 3], [0, 4, 3, 7], [4, 4, 7, 7]])
+    boxes, valid = ours.rpn._propose([scores], [torch.zeros(1, 4, 4)], places, [(9, 9)], "testing")
+    assert valid.tolist() == [[True, True]]
+    torch.testing.assert_close(boxes[0], places[[3, 1]])
+
+
 @torch.no_grad()
 def test_results_at_another_size(ours: MaskRCNN) -> None:
     """Boxes scale with the image; masks are drawn anew, not resized."""

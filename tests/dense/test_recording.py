@@ -1,5 +1,7 @@
 """Models as CUDA graphs give what the models give."""
 
+import copy
+import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +10,7 @@ from torch import Tensor
 
 from tests.dense.detectors import CLASSES, small
 from tokamix.dense import Recorded, create_segmenter
+from tokamix.dense.recording import _compiled
 from tokamix.dense.segmenter import Segmenter
 
 
@@ -18,6 +21,19 @@ def segmenter() -> Segmenter:
 def test_what_cannot_be_recorded() -> None:
     with pytest.raises(ValueError, match="on a GPU and in evaluation mode, this one is on cpu, evaluating"):
         Recorded(segmenter(), torch.randn(1, 3, 64, 64))
+
+
+def test_copies_have_their_own_weights() -> None:
+    """What is compiled while a segmenter is recorded does not stay with it."""
+    model = segmenter()
+    with _compiled(model):
+        assert "decode" in vars(model)
+    copied = copy.deepcopy(model)
+    for weight in copied.head.parameters():
+        weight.data.zero_()
+    maps = [torch.randn(1, c, 8 >> i, 8 >> i) for i, c in enumerate(copied.backbone.channels)]
+    assert not copied.decode(maps, (8, 8)).any()
+    assert pickle.loads(pickle.dumps(model)).decode(maps, (8, 8)).any()
 
 
 def assert_same(got: Tensor | list, expected: Tensor | list) -> None:
@@ -32,6 +48,9 @@ def assert_same(got: Tensor | list, expected: Tensor | list) -> None:
         alone = torch.cat([apart.new_ones(1), apart]) * torch.cat([apart, apart.new_zeros(1)]) > 0
         assert alone.sum() > 5
         torch.testing.assert_close(a["boxes"][alone], b["boxes"][alone], rtol=1e-3, atol=1e-2)
+        torch.testing.assert_close(a["labels"][alone], b["labels"][alone])
+        if "masks" in b:
+            assert (a["masks"][alone] ^ b["masks"][alone]).float().mean() < 1e-2
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +79,13 @@ def test_recorded(method: str, compiled: bool) -> None:
     for weight in model.backbone.parameters():
         weight.mul_(1.01)
     assert_same(recorded(first), model(first))
+    assert len(pickle.dumps(model)) > 1000
+    with torch.autocast("cuda", torch.bfloat16):
+        assert_same(Recorded(model, first, compiled=False)(second), model(second))
     with pytest.raises(ValueError, match="record again"):
         recorded(first[:1])
     if method != "semantic_fpn":
+        sizes = [(48, 64), (192, 256)]
+        assert_same(recorded(first, sizes), model(first, sizes=sizes))
         with pytest.raises(ValueError, match="multiples of 32"):
             Recorded(model, first[..., :100], compiled)

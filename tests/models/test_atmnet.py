@@ -334,3 +334,16 @@ def test_bad_input() -> None:
         ActiveTokenMixer(8, predict=False)(torch.zeros(1, 4, 8), (2, 2))
     with pytest.raises(ValueError, match="8 channels cannot share 6 offsets over 2 axes"):
         ActiveTokenMixer(8)(torch.zeros(1, 4, 8), (2, 2), torch.zeros(1, 4, 6))
+
+
+@torch.no_grad()
+def test_blocks_that_share_a_plan() -> None:
+    """In inference mode blocks pass on what the first one planned, and see the same tokens as without."""
+    model = timm.create_model("atmnet_xtiny").eval()
+    for module in model.modules():
+        if isinstance(module, ActiveOffset):
+            nn.init.normal_(module[1].weight, std=0.3)  # they start at no offset
+    images = torch.randn(2, 3, 64, 96)
+    expected = model(images)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-5)

@@ -33,6 +33,16 @@ def test_lists_do_not_see_each_other() -> None:
     assert torch.equal(got, expected.view_as(valid))
 
 
+def test_opcheck_of_the_reference() -> None:
+    valid = torch.ones(7, 5, dtype=torch.bool).T
+    torch.library.opcheck(torch.ops.tokamix.suppress, (torch.rand(5, 7, 4), valid, 0.5, False))
+
+
+def test_one_list() -> None:
+    boxes = torch.tensor([[0.0, 0, 10, 10], [1, 0, 11, 10]])
+    assert suppress(boxes, torch.tensor([True, True]), 0.5).tolist() == [True, False]
+
+
 def test_nothing_is_valid_or_there() -> None:
     assert not suppress(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.bool), 0.5).any()
     assert suppress(torch.zeros(2, 0, 4), torch.zeros(2, 0, dtype=torch.bool), 0.5).shape == (2, 0)

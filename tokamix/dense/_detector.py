@@ -58,16 +58,12 @@ class Detector(DenseModel):
         batch = collect(images, self.backbone.strides[-1])
         if targets is not None:
             targets = clean(targets, batch.image_sizes, self.num_classes, self.has_masks, batch.tensors.device)
-        if sizes is not None and len(sizes) != len(batch.image_sizes):
-            raise ValueError(
-                f"{len(batch.image_sizes)} images came with {len(sizes)} sizes; there must be one for each"
-            )
         if targets is not None:
             return self.losses(self.neck(self.backbone(batch.tensors)), batch, targets)
         return self.present(self.find(batch), batch.image_sizes, sizes)
 
     def plain_parts(self) -> list[nn.Module]:
-        """The parts behind the backbone that are made of convolutions and linear layers alone."""
+        """The parts behind the backbone that hold weights: what is worth compiling."""
         raise NotImplementedError
 
     def find(self, batch: ImageList) -> Target:
@@ -76,10 +72,12 @@ class Detector(DenseModel):
 
     def present(self, found: Target, given: Sizes, wanted: Sizes | None = None) -> list[Target]:
         """What `find` found in images of the sizes given, image by image, in pixels of those wanted."""
+        if wanted is not None and len(wanted) != len(given):
+            raise ValueError(f"{len(given)} images came with {len(wanted)} sizes; there must be one for each")
         counts = (found["scores"] > 0).sum(1).tolist()
         return [
             finish({name: value[i, :count].clone() for name, value in found.items()}, size, out)
-            for i, (count, size, out) in enumerate(zip(counts, given, wanted or given, strict=True))
+            for i, (count, size, out) in enumerate(zip(counts, given, given if wanted is None else wanted, strict=True))
         ]
 
     def losses(self, features: list[Tensor], batch: ImageList, targets: list[Target]) -> dict[str, Tensor]:
@@ -98,11 +96,12 @@ class Detector(DenseModel):
         boxes = clip(boxes, sizes)
         scores = torch.where((boxes[..., 2:] - boxes[..., :2] >= 0.01).all(-1), scores, 0)
         scores, order = scores.sort(-1, descending=True)
-        boxes = pick(boxes, order)
+        count = leading(scores > self.least_score)
+        scores, boxes = scores[..., :count], pick(boxes, order[..., :count])
         scores = torch.where(suppress(boxes, scores > self.least_score, self.overlap), scores, 0).flatten(1)
         best, index = scores.topk(min(self.most, scores.shape[1]), 1)
-        best, index = trim(best > 0, best, index)
-        return {"boxes": pick(boxes.flatten(1, 2), index), "labels": index // order.shape[-1], "scores": best}
+        best, index = (row[:, : leading(best > 0)] for row in (best, index))
+        return {"boxes": pick(boxes.flatten(1, 2), index), "labels": index // count, "scores": best}
 
 
 def pick(boxes: Tensor, index: Tensor) -> Tensor:
@@ -117,13 +116,14 @@ def clip(boxes: Tensor, sizes: Sizes) -> Tensor:
     return torch.stack([clip_boxes_to_image(one, size) for one, size in zip(boxes, sizes, strict=True)])
 
 
-def trim(valid: Tensor, *rows: Tensor) -> list[Tensor]:
-    """Rows (B, n, ...) without the columns that are not valid (B, n) in any image, where those stand at the end.
+def leading(valid: Tensor) -> int:
+    """How many columns (..., n) one needs to have all that are valid, where those come first; at least one.
 
-    On a GPU they stay: waiting for the number takes longer than computing a few for nothing.
+    On a GPU all of them: waiting for the number takes longer than computing a few for nothing.
     """
-    count = valid.shape[1] if valid.is_cuda else int(valid.sum(1).amax())
-    return [row[:, :count] for row in rows]
+    if valid.is_cuda:
+        return valid.shape[-1]
+    return max(int(valid.sum(-1).amax()), 1)
 
 
 def collect(images: Tensor | Sequence[Tensor], multiple: int) -> ImageList:
@@ -281,8 +281,8 @@ class LevelAlign(nn.Module):
     def forward(self, features: list[Tensor], boxes: Sequence[Tensor]) -> Tensor:
         """Maps (B, C, H_i, W_i) and boxes (n_b, 4) of each image -> (sum of n_b, C, side, side)."""
         image = torch.cat([torch.full_like(one[:, 0], i, dtype=torch.int64) for i, one in enumerate(boxes)])
-        level = self.level_of(list(boxes))
-        return align_regions(features, torch.cat(list(boxes)), image, level, self.side, self.strides)
+        every = torch.cat(list(boxes)).nan_to_num()  # an image of NaN must not cost the others of its batch
+        return align_regions(features, every, image, self.level_of([every]), self.side, self.strides)
 
 
 def finish(found: Target, size: tuple[int, int], wanted: tuple[int, int]) -> Target:

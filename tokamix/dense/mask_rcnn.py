@@ -23,8 +23,8 @@ from tokamix.dense._detector import (
     Target,
     assign_anchors,
     clip,
+    leading,
     pick,
-    trim,
 )
 from tokamix.dense.backbone import Backbone
 from tokamix.dense.fpn import FPN
@@ -86,14 +86,16 @@ class ProposalNetwork(RegionProposalNetwork):
         scores, code, place = torch.stack(picked, 1).split((1, 4, 4), -1)  # (B, levels, width, ...)
         boxes = self.box_coder.decode_single(code.reshape(-1, 4), place.reshape(-1, 4)).view_as(code)
         boxes = clip(boxes, sizes)
-        valid = (boxes[..., 2:] - boxes[..., :2] >= self.min_size).all(-1)  # what fills up a level is not
+        # what fills up a level is not, nor are scores of NaN
+        valid = (boxes[..., 2:] - boxes[..., :2] >= self.min_size).all(-1) & (scores[..., 0] >= 0)
         scores = torch.where(suppress(boxes, valid, self.nms_thresh), scores[..., 0], -1).flatten(1)
         best, index = scores.topk(min(self._post_nms_top_n[stage], scores.shape[1]), 1)
         boxes, valid = pick(boxes.flatten(1, 2), index), best >= 0
         whole = clip(F.pad(torch.full_like(boxes[:, :1, :2], torch.inf), (2, 0)), sizes)
         boxes[:, :1] = torch.where(valid[:, :1, None], boxes[:, :1], whole)
         valid[:, 0] = True
-        return tuple(trim(valid, boxes, valid))  # type: ignore[return-value]
+        count = leading(valid)
+        return boxes[:, :count], valid[:, :count]
 
     def _losses(
         self, logits: Tensor, codes: Tensor, anchors: Tensor, matched: Tensor, truths: list[Tensor]

@@ -1,7 +1,7 @@
 """Dense models at full speed: one CUDA graph for images of one shape, so that a call costs one launch."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,12 +35,12 @@ class Recorded:
         stride, sides = model.backbone.strides[-1], (images.shape[2], images.shape[3])
         if isinstance(model, Detector) and any(side % stride for side in sides):
             raise ValueError(f"a detector is recorded for sides that are multiples of {stride}, got {sides}")
-        self.model, self.images, self.sizes = model, images.clone(), [sides] * len(images)
-        if compiled:
-            _compile(model)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with _weights_cast_anew():
+        self.model, self.sizes = model, [sides] * len(images)
+        with torch.inference_mode(False):
+            self.images = images.clone()  # may be written to in any mode
+        with torch.cuda.device(images.device), _weights_cast_anew(), _compiled(model) if compiled else nullcontext():
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UP):
                     self._run()
@@ -53,8 +53,9 @@ class Recorded:
         """Logits, which the next call writes over; or what is found, in images of `sizes` if they are given."""
         if images.shape != self.images.shape:
             raise ValueError(f"recorded for images {tuple(self.images.shape)}, got {tuple(images.shape)}; record again")
-        self.images.copy_(images)
-        self.graph.replay()
+        with torch.cuda.device(self.images.device):
+            self.images.copy_(images)
+            self.graph.replay()
         if isinstance(self.model, Detector):
             return self.model.present(self.out, self.sizes, sizes)
         return self.out
@@ -65,14 +66,20 @@ class Recorded:
         return self.model(self.images)
 
 
-def _compile(model: Segmenter | Detector) -> None:
-    """Compile a model's blocks, and what stands behind them, for one size of images."""
+@contextmanager
+def _compiled(model: Segmenter | Detector) -> Iterator[None]:
+    """The model with its blocks, and what stands behind them, compiled for one size of images."""
     compile_blocks(model.backbone, graphs=False)
-    if isinstance(model, Segmenter):
-        model.decode = torch.compile(model.decode, dynamic=False)  # type: ignore[method-assign]
-    else:
+    if isinstance(model, Detector):
         for part in model.plain_parts():
             part.compile(dynamic=False)
+        yield
+        return
+    model.decode = torch.compile(model.decode, dynamic=False)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.decode  # copies of the model would go on with this one's weights
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.retinanet import RetinaNetHead
 from torchvision.ops import sigmoid_focal_loss
 
-from tokamix.dense._detector import Anchors, Assigner, Coder, Detector, Target, assign_anchors
+from tokamix.dense._detector import Anchors, Assigner, Coder, Detector, Target, assign_anchors, leading, pick
 from tokamix.dense.backbone import Backbone
 from tokamix.dense.fpn import FPN
 
@@ -70,6 +70,9 @@ class RetinaNet(Detector):
             boxes = self.coder.decode_single(picked.flatten(0, 1), places[anchor.flatten()]).view_as(picked)
             found.append((boxes, best.float().sigmoid(), index % self.num_classes))
         boxes, scores, labels = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+        scores, order = scores.nan_to_num().sort(1, descending=True)
+        order = order[:, : leading(scores > self.least_score)]
+        boxes, labels, scores = pick(boxes, order), labels.gather(1, order), scores[:, : order.shape[1]]
         classes = torch.arange(self.num_classes, device=labels.device)[:, None]
-        by_class = torch.where(labels[:, None] == classes, scores[:, None], 0)  # (B, K, N)
+        by_class = torch.where(labels[:, None] == classes, scores[:, None], 0)  # (B, K, n)
         return self.choose(boxes[:, None].expand(*by_class.shape, 4), by_class, batch.image_sizes)

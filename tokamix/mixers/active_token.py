@@ -97,7 +97,12 @@ class ActiveTokenMixer(nn.Module):
         return self.proj(mixed)
 
     def plan(self, x: Tensor, grid: tuple[int, int], offset: Tensor) -> Tensor | Plan:
-        """Offsets in the form that costs least where several mixers, on tokens like x, look by the same ones."""
+        """Offsets in the form that costs least where several mixers, on tokens like x, look by the same ones.
+
+        In inference mode alone: checkpoints do not see gradients through a plan, and it takes more memory.
+        """
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+            return offset
         if self.offsets != "axial" or self.contexts > 1:
             return offset
         plan = plan_gather_axes(tokens_to_map(x, grid), tokens_to_map(offset, grid))

@@ -164,7 +164,8 @@ def _numerics(device: torch.device, deterministic: bool, one_size: bool) -> Iter
     torch.backends.cuda.enable_cudnn_sdp(False)
     if device.type == "cuda" and not deterministic:
         torch.set_float32_matmul_precision("high")
-        # it tries out algorithms for each new size, and in a detector every step has another number of regions
+        # it tries out algorithms for each new size: a detector has another number of regions at every step, and a
+        # segmenter is evaluated on pictures of all sizes
         torch.backends.cudnn.benchmark = one_size
     try:
         yield

@@ -78,7 +78,8 @@ def _interpolate(x: Tensor, plan: Plan) -> Tensor:
 def _read(rows: Tensor, index: Tensor) -> Tensor:
     """rows[index]. Where no gradient can be asked, a CPU reads a short row as one number, which takes half the time."""
     wide = WIDE.get(rows.shape[1] * rows.element_size())
-    if wide is None or torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+    plain = torch.compiler.is_compiling() or not torch.is_inference_mode_enabled() or rows.device.type != "cpu"
+    if wide is None or plain:
         return rows.index_select(0, index)
     return rows.view(wide).flatten().index_select(0, index).view(rows.dtype)
 

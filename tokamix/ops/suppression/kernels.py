@@ -17,7 +17,10 @@ def _load_boxes(p_boxes, o, mask):
 
 @triton.jit
 def _overlapping(left, top, right, bottom, left_c, top_c, right_c, bottom_c, overlap):
-    """Whether the IoU of boxes in rows (R,) and columns (C,) is above `overlap`, (R, C)."""
+    """Whether the IoU of boxes in rows (R,) and columns (C,) is above `overlap`, (R, C).
+
+    Without a division, which may decide otherwise where the IoU is `overlap` to the last bit.
+    """
     width = tl.minimum(right[:, None], right_c[None, :]) - tl.maximum(left[:, None], left_c[None, :])
     height = tl.minimum(bottom[:, None], bottom_c[None, :]) - tl.maximum(top[:, None], top_c[None, :])
     common = tl.maximum(width, 0.0) * tl.maximum(height, 0.0)

@@ -1,5 +1,7 @@
 """The public suppression of boxes and its registration."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -22,8 +24,9 @@ def suppress(boxes: Tensor, valid: Tensor, overlap: float, backend: str | None =
     if boxes.shape != (*valid.shape, 4):
         raise ValueError(f"suppress needs boxes (..., N, 4) and valid (..., N), got {boxes.shape} and {valid.shape}")
     kernel = dispatch.choose("suppress", boxes, backend=backend) == "triton"
-    flat = boxes.detach().float().flatten(0, -3), valid.flatten(0, -2)
-    return torch.ops.tokamix.suppress(*flat, overlap, kernel).view(valid.shape)
+    flat = math.prod(valid.shape[:-1]), valid.shape[-1]
+    boxes, lists = boxes.detach().float().reshape(*flat, 4), valid.reshape(flat)
+    return torch.ops.tokamix.suppress(boxes, lists, overlap, kernel).view(valid.shape)
 
 
 @torch.library.custom_op("tokamix::suppress", mutates_args=())
