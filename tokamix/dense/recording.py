@@ -24,7 +24,7 @@ class Recorded:
     Args:
         model: on a GPU.
         images: (B, 3, H, W) of the only shape it will take; for detectors sides must be multiples of the last stride.
-        compiled: whether parts are compiled; without it recording takes seconds, not a minute.
+        compiled: whether parts are compiled; without it recording takes seconds, not half a minute.
     """
 
     @torch.no_grad()
