@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchvision.ops import deform_conv2d
 
 import tokamix
-from tokamix.bench.timing import median_ms, peak_gb
+from tokamix.bench.timing import median_ms, peak_gb, print_costs
 from tokamix.mixers import ActiveTokenMixer
 from tokamix.ops import active_gather_axes
 
@@ -131,15 +131,7 @@ def time_model(name: str, mode: str, size: int, batch: int, profile: bool) -> st
 
     ms, gb = median_ms(step, "cuda", 1.0), peak_gb(step)
     if profile:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as record:
-            for _ in range(3):
-                step()
-            torch.cuda.synchronize()
-        rows = sorted(record.key_averages(), key=lambda row: -row.self_device_time_total)
-        total = sum(row.self_device_time_total for row in rows)
-        print(f"{name} {mode} {size}: {total / 3e3:.3f} ms on the GPU")
-        for row in rows[:45]:
-            print(f"  {row.self_device_time_total / 3e3:8.4f} ms {row.count // 3:4d} x  {row.key[:130]}")
+        print_costs(step, "cuda", calls=3, rows=45)
     return f"{batch / ms * 1e3:,.0f} images/s, {ms:.2f} ms, peak {gb:.2f} GB"
 
 
@@ -211,7 +203,9 @@ def on_cpu() -> None:
                 runs.append(1e3 * (time.perf_counter() - start))
         fast, slow = min(times[ours]), min(times[theirs])
         print(f"batch {batch}: {fast:.0f} ms, with deform_conv2d {slow:.0f} ms: {slow / fast:.2f} times as fast")
-    print(f"of one image, {100 * gather_share(ours):.0f} % of the time is the gather")
+    image = torch.randn(1, 3, 224, 224)
+    print(f"of one image, {100 * gather_share(ours):.0f} % of the time is the gather; by operators:")
+    print_costs(lambda: ours(image), "cpu", calls=5, rows=8)
 
 
 def gather_share(model: nn.Module) -> float:

@@ -17,7 +17,7 @@ import torch
 from active_token import deformable_model
 from torch import Tensor, nn
 
-from tokamix.bench.timing import median_ms
+from tokamix.bench.timing import median_ms, print_costs
 from tokamix.dense import MaskRCNN, Recorded, create_detector, create_segmenter
 
 CASES = [("mask_rcnn", (800, 1280), 1), ("mask_rcnn", (800, 1280), 4), ("semantic_fpn", (512, 512), 8)]
@@ -75,17 +75,6 @@ def prepared(model: nn.Module, images: Tensor, precision: str, mode: str) -> Ite
         yield lambda: call(images)
 
 
-def print_profile(call: Callable[[], object]) -> None:
-    """The kernels that take most of a call's time on the GPU."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as record:
-        call()
-        torch.cuda.synchronize()
-    rows = sorted(record.key_averages(), key=lambda row: -row.self_device_time_total)
-    print(f"{sum(row.self_device_time_total for row in rows) / 1e3:.2f} ms, {sum(row.count for row in rows)} kernels")
-    for row in rows[:20]:
-        print(f"  {row.self_device_time_total / 1e3:7.3f} ms {row.count:5d}  {row.key[:90]}")
-
-
 def measure(case: tuple[str, tuple[int, int], int], options: argparse.Namespace) -> Iterator[dict]:
     method, size, batch = case
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -105,8 +94,8 @@ def measure(case: tuple[str, tuple[int, int], int], options: argparse.Namespace)
                 try:
                     with prepared(model, images, precision, mode) as call:
                         times.append(median_ms(call, device, options.seconds))
-                        if options.profile and side == "ours" and device == "cuda":
-                            print_profile(call)
+                        if options.profile and side == "ours":
+                            print_costs(call, device)
                 except Exception as error:  # one row must not cost the others
                     print(f"{side} {method} {precision} {mode} FAILED, {type(error).__name__}: {str(error)[:300]}")
                     times.append(math.nan)

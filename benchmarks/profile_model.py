@@ -4,10 +4,10 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from torch.profiler import ProfilerActivity, profile
 
 import tokamix
 from tokamix.bench.suites import OURS
+from tokamix.bench.timing import print_costs
 
 STEPS = 5
 
@@ -33,16 +33,8 @@ def main() -> None:
 
     for _ in range(3):
         step()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(STEPS):
-            step()
-        torch.cuda.synchronize()
-    events = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)
-    total = sum(e.self_device_time_total for e in events)
-    print(f"{name} {mode} {size} px, batch {batch}: {total / STEPS / 1e3:.2f} ms of GPU time a step")
-    for event in events[:30]:
-        share, calls = event.self_device_time_total / total, event.count // STEPS
-        print(f"{share:6.1%} {event.self_device_time_total / STEPS / 1e3:8.3f} ms {calls:5d}x  {event.key[:110]}")
+    print(f"{name} {mode} {size} px, batch {batch}, a step:")
+    print_costs(step, "cuda", STEPS, rows=30)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from multiprocessing import get_context
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import profile
 
+from tokamix.bench.timing import print_costs
 from tokamix.mixers import SuperTokenAttention
 from tokamix.ops import super_token_sample, super_token_scatter
 
@@ -244,10 +244,9 @@ def cpu() -> None:
         best = {name: min(values) for name, values in times.items()}
         line = ", ".join(f"{name} {best[name] * 1e3:.0f} ms ({best['folded'] / best[name]:.2f}x)" for name in best)
         print(f"{torch.get_num_threads()} threads, batch {batch}: {line}", flush=True)
-    with profile() as profiler:
-        ours(torch.randn(1, 3, 224, 224))
-    events = sorted(profiler.key_averages(), key=lambda e: -e.self_cpu_time_total)[:6]
-    print("of one image:", ", ".join(f"{e.key} {e.self_cpu_time_total / 1e3:.0f} ms" for e in events))
+    image = torch.randn(1, 3, 224, 224)
+    print("of one image:")
+    print_costs(lambda: ours(image), "cpu", calls=5, rows=8)
 
 
 def main() -> None:

@@ -3,8 +3,10 @@
 import statistics
 import time
 from collections.abc import Callable
+from operator import attrgetter
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 
 def median_ms(run: Callable[[], object], device: str, seconds: float = 1.0, graph: bool = False) -> float:
@@ -43,6 +45,24 @@ def _median_on_cpu(run: Callable[[], object], seconds: float) -> float:
         run()
         times.append(time.perf_counter() - start)
     return statistics.median(times) * 1e3
+
+
+def print_costs(run: Callable[[], object], device: str, calls: int = 1, rows: int = 20) -> None:
+    """Print what takes the time of `run()`: its total, and the dearest kernels (on a CPU: operators)."""
+    cuda = device == "cuda"
+    activity = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
+    with profile(activities=[activity]) as record:
+        for _ in range(calls):
+            run()
+        if cuda:
+            torch.cuda.synchronize()
+    own = attrgetter("self_device_time_total" if cuda else "self_cpu_time_total")
+    events = sorted(record.key_averages(), key=own, reverse=True)
+    total, count = sum(map(own, events)), sum(event.count for event in events)
+    print(f"{total / calls / 1e3:.2f} ms, {count // calls} {'kernels' if cuda else 'operators'}")
+    for event in events[:rows]:
+        ms, times = own(event) / calls / 1e3, event.count // calls
+        print(f"{own(event) / total:6.1%} {ms:8.3f} ms {times:5d}x  {event.key[:110]}")
 
 
 def peak_gb(run: Callable[[], object]) -> float:

@@ -58,12 +58,11 @@ class Detector(DenseModel):
         batch = collect(images, self.backbone.strides[-1])
         if targets is not None:
             targets = clean(targets, batch.image_sizes, self.num_classes, self.has_masks, batch.tensors.device)
-        if targets is not None:
             return self.losses(self.neck(self.backbone(batch.tensors)), batch, targets)
         return self.present(self.find(batch), batch.image_sizes, sizes)
 
-    def plain_parts(self) -> list[nn.Module]:
-        """The parts behind the backbone that hold weights: what is worth compiling."""
+    def parts_to_compile(self) -> list[nn.Module]:
+        """The parts behind the backbone that hold weights."""
         raise NotImplementedError
 
     def find(self, batch: ImageList) -> Target:
@@ -94,13 +93,14 @@ class Detector(DenseModel):
     def choose(self, boxes: Tensor, scores: Tensor, sizes: Sizes) -> Target:
         """The best of boxes (B, K, N, 4) with scores (B, K, N) for each class, none of which hides another of it."""
         boxes = clip(boxes, sizes)
-        scores = torch.where((boxes[..., 2:] - boxes[..., :2] >= 0.01).all(-1), scores, 0)
-        scores, order = scores.sort(-1, descending=True)
-        count = leading(scores > self.least_score)
+        valid = (scores > self.least_score) & (boxes[..., 2:] - boxes[..., :2] >= 0.01).all(-1)
+        scores, order = torch.where(valid, scores, 0).sort(-1, descending=True)
+        count = leading(scores > 0)
         scores, boxes = scores[..., :count], pick(boxes, order[..., :count])
-        scores = torch.where(suppress(boxes, scores > self.least_score, self.overlap), scores, 0).flatten(1)
+        scores = torch.where(suppress(boxes, scores > 0, self.overlap), scores, 0).flatten(1)
         best, index = scores.topk(min(self.most, scores.shape[1]), 1)
-        best, index = (row[:, : leading(best > 0)] for row in (best, index))
+        found = leading(best > 0)
+        best, index = best[:, :found], index[:, :found]
         return {"boxes": pick(boxes.flatten(1, 2), index), "labels": index // count, "scores": best}
 
 

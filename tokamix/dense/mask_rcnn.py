@@ -275,7 +275,7 @@ class MaskRCNN(Detector):
         head = TwoMLPHead(width * 49, HIDDEN)
         yield Stage(head, num_classes, width, strides, regions=regions, coder=Coder(0.1, 0.2))
 
-    def plain_parts(self) -> list[nn.Module]:
+    def parts_to_compile(self) -> list[nn.Module]:
         """The neck, and the heads of proposals, boxes and masks."""
         heads = [head for stage in self._stages() for head in (stage.head, stage.mask_head, stage.mask_predictor)]
         return [self.neck, self.rpn.head, *heads]

@@ -71,7 +71,7 @@ def _compiled(model: Segmenter | Detector) -> Iterator[None]:
     """The model with its blocks, and what stands behind them, compiled for one size of images."""
     compile_blocks(model.backbone, graphs=False)
     if isinstance(model, Detector):
-        for part in model.plain_parts():
+        for part in model.parts_to_compile():
             part.compile(dynamic=False)
         yield
         return

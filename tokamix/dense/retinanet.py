@@ -32,7 +32,7 @@ class RetinaNet(Detector):
         self.head = RetinaNetHead(width, 9, num_classes)
         self.coder, self.matcher = Coder(), Assigner(0.5, 0.4, least=0.0)
 
-    def plain_parts(self) -> list[nn.Module]:
+    def parts_to_compile(self) -> list[nn.Module]:
         """Neck and head."""
         return [self.neck, self.head]
 
@@ -70,9 +70,10 @@ class RetinaNet(Detector):
             boxes = self.coder.decode_single(picked.flatten(0, 1), places[anchor.flatten()]).view_as(picked)
             found.append((boxes, best.float().sigmoid(), index % self.num_classes))
         boxes, scores, labels = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
-        scores, order = scores.nan_to_num().sort(1, descending=True)
-        order = order[:, : leading(scores > self.least_score)]
-        boxes, labels, scores = pick(boxes, order), labels.gather(1, order), scores[:, : order.shape[1]]
+        scores, order = torch.where(scores > self.least_score, scores, 0).sort(1, descending=True)
+        count = leading(scores > 0)
+        scores, order = scores[:, :count], order[:, :count]
+        boxes, labels = pick(boxes, order), labels.gather(1, order)
         classes = torch.arange(self.num_classes, device=labels.device)[:, None]
         by_class = torch.where(labels[:, None] == classes, scores[:, None], 0)  # (B, K, n)
         return self.choose(boxes[:, None].expand(*by_class.shape, 4), by_class, batch.image_sizes)
