@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from tokamix.layers import (
     GELU,
+    Layers,
+    MapConv,
     PositionTable,
     SoftmaxProduct,
     map_to_tokens,
@@ -75,3 +77,24 @@ def test_near_gelu_is_near() -> None:
     slopes = (torch.autograd.grad(y.sum(), x)[0] for y in (near, exact))
     assert (next(slopes) - next(slopes)).abs().max() < 2e-4
     torch.testing.assert_close(GELU()(x), exact)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("options", [{"padding": 1, "stride": 2}, {"padding": (0, 2), "stride": (1, 2), "dilation": 2}])
+def test_heavy_convolutions_are_products(options: dict[str, object], batch: int) -> None:
+    conv = MapConv(48, 96, 3, **options).double()
+    x = torch.randn(batch, 7, 6, 48, dtype=torch.float64)
+    expected = conv(x)  # with gradients: as a convolution
+    with torch.no_grad():
+        assert conv._is_heavy(x.permute(0, 3, 1, 2)) == (batch == 1)
+        torch.testing.assert_close(conv(x), expected.detach())
+        assert conv(x).stride() == expected.stride()
+
+
+def test_folding_needs_fixed_statistics() -> None:
+    layers = Layers(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+    with pytest.raises(ValueError, match=r"call model\.eval\(\) first"):
+        layers.reparameterize()
+    layers.eval().reparameterize()
+    layers.reparameterize()  # nothing is left to fold
+    assert [type(layer) for layer in layers] == [nn.Conv2d, nn.Identity, nn.ReLU]

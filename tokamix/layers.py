@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,7 +30,23 @@ class MapConv(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve x (B, H, W, C)."""
-        return channels_last(super().forward(channels_first(x)))
+        image = channels_first(x)
+        return channels_last(self._as_product(image) if self._is_heavy(image) else super().forward(image))
+
+    def _is_heavy(self, image: Tensor) -> bool:
+        """Whether a CPU would spend its time on rearranging kernels, which a convolution does at each call."""
+        if image.device.type != "cpu" or self.groups > 1 or isinstance(self.padding, str):
+            return False
+        plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or dispatch.is_exporting()
+        return not plain and self.weight.numel() > 4 * image.numel() * self.out_channels // self.in_channels
+
+    def _as_product(self, image: Tensor) -> Tensor:
+        padding: Any = self.padding
+        patches = F.unfold(image, self.kernel_size, self.dilation, padding, self.stride)
+        sides = zip(image.shape[2:], self.kernel_size, self.dilation, padding, self.stride, strict=True)
+        grid = [(n + 2 * pad - step * (k - 1) - 1) // stride + 1 for n, k, step, pad, stride in sides]
+        product = F.linear(patches.mT, self.weight.flatten(1), self.bias)  # (B, h * w, C), as the next layer wants it
+        return channels_first(product.unflatten(1, grid))
 
 
 class ImageConv(nn.Conv2d):
@@ -130,6 +147,51 @@ class MapBatchNorm(nn.BatchNorm2d):
             self.eps,
         )
         return out.view(x.shape)
+
+
+class Layers(nn.Sequential):
+    """Layers in a row; `timm.utils.reparameterize_model` gives a BatchNorm's work to the layer before it."""
+
+    def reparameterize(self) -> None:
+        """Fold each BatchNorm that follows a convolution or a Linear layer."""
+        for i, (layer, norm) in enumerate(pairwise(list(self))):
+            if isinstance(layer, (nn.Conv2d, nn.Linear)):
+                self[i + 1] = fold_back(layer, norm)
+
+
+def fold_back(layer: nn.Conv2d | nn.Linear, norm: nn.Module) -> nn.Module:
+    """Give the layer before a BatchNorm its work, and return what is left in its place."""
+    if not isinstance(norm, nn.modules.batchnorm._BatchNorm):
+        return norm
+    scale, shift = _scale_and_shift(norm)
+    with torch.no_grad():
+        layer.weight.mul_(scale.view(-1, *[1] * (layer.weight.ndim - 1)))
+        layer.bias = nn.Parameter(shift if layer.bias is None else layer.bias * scale + shift)
+    return nn.Identity()
+
+
+def fold_ahead(norm: nn.Module, layer: nn.Linear) -> nn.Module:
+    """Give the layer after a BatchNorm its work, and return what is left in its place."""
+    if not isinstance(norm, nn.modules.batchnorm._BatchNorm):
+        return norm
+    scale, shift = _scale_and_shift(norm)
+    with torch.no_grad():
+        shift = layer.weight @ shift
+        layer.bias = nn.Parameter(shift if layer.bias is None else layer.bias + shift)
+        layer.weight.mul_(scale)
+    return nn.Identity()
+
+
+@torch.no_grad()
+def _scale_and_shift(norm: nn.modules.batchnorm._BatchNorm) -> tuple[Tensor, Tensor]:
+    """What a BatchNorm does to each channel once its statistics are fixed."""
+    if norm.training:
+        raise ValueError("a BatchNorm that still learns its statistics cannot be folded: call model.eval() first")
+    mean, variance = norm.running_mean, norm.running_var
+    assert mean is not None
+    assert variance is not None
+    scale = norm.weight * (variance + norm.eps).rsqrt()
+    return scale, norm.bias - mean * scale
 
 
 class ConvEmbed(nn.Module):

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.utils import reparameterize_model
 from torch import Tensor, nn
 
 from tests.models.test_atmnet import TINY
@@ -64,6 +65,16 @@ def test_semantic_fpn_head_by_formula() -> None:
                 x = F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)
         total = total + x
     torch.testing.assert_close(head(maps), classify(head.classifier, total))
+
+
+@pytest.mark.parametrize("method", SEGMENTERS)
+def test_batch_norms_fold(method: str) -> None:
+    model = scatter(small(method))
+    folded = reparameterize_model(model)
+    assert not [module for module in folded.modules() if isinstance(module, nn.BatchNorm2d)]
+    x = torch.randn(2, 3, 64, 96, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(folded(x), model(x))
 
 
 def test_semantic_fpn_head_by_hand() -> None:

@@ -12,6 +12,7 @@ import timm
 import torch
 from timm.layers import DropPath, set_reentrant_ckpt
 from timm.models import get_pretrained_cfg, group_parameters, model_entrypoint, save_for_hf
+from timm.utils import reparameterize_model
 from torch import nn
 
 import tokamix
@@ -225,6 +226,23 @@ def test_intermediates(name: str, model: nn.Module) -> None:
             model.forward_intermediates(x, indices=bad)
     with pytest.raises(ValueError, match="output_fmt 'CHW' is not possible"):
         model.forward_intermediates(x, output_fmt="CHW")
+
+
+def test_batch_norms_fold(name: str) -> None:
+    """But for those between an activation and a convolution, whose zeros at the border they would have to know."""
+    model = create(name).double().eval()
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    for norm in norms:
+        nn.init.normal_(norm.running_mean)
+        nn.init.uniform_(norm.running_var, 0.5, 2.0)
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    folded = reparameterize_model(model)
+    left = [key for key, module in folded.named_modules() if isinstance(module, nn.BatchNorm2d)]
+    assert all(re.fullmatch(r"blocks\.\d+\.local\.bn|stem\.(2|5|8|11)", key) for key in left), left
+    x = images(*ODD_SIZE).double()
+    with torch.no_grad():
+        torch.testing.assert_close(folded(x), model(x), rtol=1e-8, atol=1e-9)
 
 
 def test_checkpointing_recomputes_and_gives_the_same_gradients(name: str) -> None:

@@ -7,12 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokamix.dense.backbone import Backbone, DenseModel
+from tokamix.layers import Layers
 
 IGNORE = 255  # the label of pixels that count neither in training nor in evaluation
 AUX_WEIGHT = 0.4  # of the auxiliary loss
 
 
-class ConvNorm(nn.Sequential):
+class ConvNorm(Layers):
     """A convolution, BatchNorm and ReLU.
 
     The papers synchronise the BatchNorm over processes; training does so by converting the model, so that one process

@@ -19,6 +19,7 @@ from tokamix.layers import (
     MapBatchNorm,
     MapConv,
     SoftmaxProduct,
+    fold_back,
     merge_heads,
     split_heads,
     tokens_to_map,
@@ -35,13 +36,17 @@ class ConvProjection(nn.Module):
         dd = {"device": device, "dtype": dtype}
         super().__init__()
         self.conv = MapConv(dim, dim, 3, stride, padding=1, groups=dim, bias=False, **dd)
-        self.norm = MapBatchNorm(dim, **dd)
+        self.norm: nn.Module = MapBatchNorm(dim, **dd)
         self.linear = nn.Linear(dim, dim, **dd)
 
     def forward(self, patches: Tensor, prefix: Tensor | None) -> Tensor:
         """Map (B, H, W, C) and prefix (B, P, C) -> tokens (B, P + h * w, C)."""
         x = self.norm(self.conv(patches)).flatten(1, 2)
         return self.linear(x if prefix is None else torch.cat([prefix, x], dim=1))
+
+    def reparameterize(self) -> None:
+        """Fold the batch norm into the convolution, for inference; see `timm.utils.reparameterize_model`."""
+        self.norm = fold_back(self.conv, self.norm)
 
 
 class ConvAttention(nn.Module):

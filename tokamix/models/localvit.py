@@ -22,6 +22,7 @@ from tokamix.layers import (
     PositionTable,
     channels_last,
     fit_positions,
+    fold_back,
     tokens_to_map,
 )
 from tokamix.models._backbone import Column, image_cfg, rename
@@ -57,19 +58,25 @@ class LocalMlp(nn.Module):
         dd = {"device": device, "dtype": dtype}
         super().__init__()
         self.fc1 = Pointwise(dim, hidden_dim, **dd)
-        self.norm1 = MapBatchNorm(hidden_dim, **dd)
+        self.norm1: nn.Module = MapBatchNorm(hidden_dim, **dd)
         self.conv = DepthwiseConv(hidden_dim, bias=False, **dd)
-        self.norm2 = MapBatchNorm(hidden_dim, **dd)
+        self.norm2: nn.Module = MapBatchNorm(hidden_dim, **dd)
         self.act = nn.Hardswish()
         self.se = SqueezeExcite(hidden_dim, se_dim, **dd)
         self.fc2 = Pointwise(hidden_dim, dim, **dd)
-        self.norm3 = MapBatchNorm(dim, **dd)
+        self.norm3: nn.Module = MapBatchNorm(dim, **dd)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         """Patch tokens x (B, H * W, C) of grid (H, W) -> the same shape."""
         x = self.act(self.norm1(self.fc1(x)))
         x = self.act(self.norm2(self.conv(tokens_to_map(x, grid)))).flatten(1, 2)
         return self.norm3(self.fc2(self.se(x)))
+
+    def reparameterize(self) -> None:
+        """Fold the batch norms into the layers before them, for inference; see `timm.utils.reparameterize_model`."""
+        self.norm1 = fold_back(self.fc1, self.norm1)
+        self.norm2 = fold_back(self.conv, self.norm2)
+        self.norm3 = fold_back(self.fc2, self.norm3)
 
 
 class Block(nn.Module):

@@ -26,6 +26,7 @@ from tokamix.layers import (
     DepthwiseConv,
     ImageConv,
     InputNorm,
+    Layers,
     MapConv,
     channels_first,
     channels_last,
@@ -39,7 +40,7 @@ LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 Grid = tuple[int, int]
 
 
-class ConvStem(nn.Sequential):
+class ConvStem(Layers):
     """Halve the image with 3x3 convolutions, batch norm and activations until a patch is one token."""
 
     def __init__(

@@ -11,7 +11,17 @@ from timm.layers import DropPath, LayerScale, Mlp, calculate_drop_path_rates
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from tokamix.layers import GELU, DepthwiseConv, ImageConv, MapBatchNorm, MapConv, channels_last, tokens_to_map
+from tokamix.layers import (
+    GELU,
+    DepthwiseConv,
+    ImageConv,
+    Layers,
+    MapBatchNorm,
+    MapConv,
+    channels_last,
+    fold_ahead,
+    tokens_to_map,
+)
 from tokamix.mixers import SuperTokenAttention
 from tokamix.models._backbone import Pyramid, Stage, image_cfg
 
@@ -60,7 +70,7 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(dim, eps=1e-6, **dd)
         self.mixer = SuperTokenAttention(dim, **mixer, **dd)
         self.ls1 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale, **dd)
-        self.norm2 = MapBatchNorm(dim, **dd)
+        self.norm2: nn.Module = MapBatchNorm(dim, **dd)
         self.mlp = ConvFFN(dim, hidden_dim, **dd) if conv_ffn else Mlp(dim, hidden_dim, act_layer=GELU, **dd)
         self.ls2 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale, **dd)
         self.drop_path = DropPath(drop_path)
@@ -73,6 +83,10 @@ class Block(nn.Module):
         z = self.norm2(x)
         z = self.mlp(z, grid) if isinstance(self.mlp, ConvFFN) else self.mlp(z)
         return x + self.drop_path(self.ls2(z))
+
+    def reparameterize(self) -> None:
+        """Fold the BatchNorm into the layer after it, for inference; see `timm.utils.reparameterize_model`."""
+        self.norm2 = fold_ahead(self.norm2, self.mlp.fc1)
 
 
 class ConvStem(nn.Sequential):
@@ -200,14 +214,12 @@ class STViT(Pyramid):
             ]
             downsample = None
             if i > 0:
-                downsample = nn.Sequential(
-                    MapConv(dims[i - 1], dim, 3, stride=2, padding=1, **dd), MapBatchNorm(dim, **dd)
-                )
+                downsample = Layers(MapConv(dims[i - 1], dim, 3, stride=2, padding=1, **dd), MapBatchNorm(dim, **dd))
             stages.append(Stage(blocks, downsample))
         self.stages = nn.ModuleList(stages)
         self.norm = nn.LayerNorm(dims[-1], eps=1e-6, **dd)
         if projection:
-            self.norm = nn.Sequential(nn.Linear(dims[-1], projection, **dd), MapBatchNorm(projection, **dd), nn.SiLU())
+            self.norm = Layers(nn.Linear(dims[-1], projection, **dd), MapBatchNorm(projection, **dd), nn.SiLU())
         self._build_head(projection or dims[-1], num_classes, global_pool, drop_rate, **dd)
         self.init_weights(needs_reset=False)
 
