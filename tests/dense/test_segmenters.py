@@ -106,12 +106,12 @@ def test_upernet_head_by_formula() -> None:
                 columns = slice(j * 3 // grid, math.ceil((j + 1) * 3 / grid))
                 cells[..., i, j] = maps[3][..., rows, columns].mean((2, 3))
         pooled.append(up(conv_norm_relu(branch, cells), (3, 3)))
-    top = conv_norm_relu(head.pooling.fuse, torch.cat(pooled, 1))
+    top = conv_norm_relu(head.pooling.join, torch.cat(pooled, 1))
     third = conv_norm_relu(head.lateral[2], maps[2]) + up(top, sizes[2])
     second = conv_norm_relu(head.lateral[1], maps[1]) + up(third, sizes[1])
     first = conv_norm_relu(head.lateral[0], maps[0]) + up(second, sizes[0])
     outs = [conv_norm_relu(block, x) for block, x in zip(head.output, (first, second, third), strict=True)] + [top]
-    fused = conv_norm_relu(head.fuse, torch.cat([up(x, sizes[0]) for x in outs], 1))
+    fused = conv_norm_relu(head.join, torch.cat([up(x, sizes[0]) for x in outs], 1))
     torch.testing.assert_close(head(maps), classify(head.classifier, fused))
 
 
@@ -119,7 +119,7 @@ def test_pyramid_pooling_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """A 2x2 map beside its mean and itself again: three copies of a weight of one, summed at the pixel itself."""
     monkeypatch.setattr(upernet, "POOLS", (1, 2))
     pooling = PyramidPooling(1, 1).eval()
-    for block in (*pooling.branches, pooling.fuse):
+    for block in (*pooling.branches, pooling.join):
         centre = block[0].weight.shape[-1] // 2
         block[0].weight.data.zero_()[..., centre, centre] = 1.0
         block[1].running_var.fill_(1 - block[1].eps)
@@ -222,7 +222,7 @@ def test_batches_of_one_image() -> None:
     with pytest.raises(ValueError, match="use batches of at least 2 images"):
         small("semantic_fpn").train()(images[..., :32, :32], target[:, :32, :32])
     # over several processes one image each is enough, so a converted model is not refused here
-    assert not isinstance(nn.SyncBatchNorm.convert_sync_batchnorm(model).head.fuse[1], nn.BatchNorm2d)
+    assert not isinstance(nn.SyncBatchNorm.convert_sync_batchnorm(model).head.join[1], nn.BatchNorm2d)
 
 
 def test_contract() -> None:
@@ -310,14 +310,14 @@ def to_mmseg(name: str) -> str:
         (r"\.offset\.", ".offset_layer."),
         (r"^neck\.lateral\.(\d)", r"neck.lateral_convs.\1.conv"),
         (r"^neck\.output\.(\d)", r"neck.fpn_convs.\1.conv"),
-        (r"^(head\.(?:levels|pooling|lateral|output|fuse).*|auxiliary\.0)\.0\.(\w+)$", r"\1.conv.\2"),
-        (r"^(head\.(?:levels|pooling|lateral|output|fuse).*|auxiliary\.0)\.1\.(\w+)$", r"\1.bn.\2"),
+        (r"^(head\.(?:levels|pooling|lateral|output|join).*|auxiliary\.0)\.0\.(\w+)$", r"\1.conv.\2"),
+        (r"^(head\.(?:levels|pooling|lateral|output|join).*|auxiliary\.0)\.1\.(\w+)$", r"\1.bn.\2"),
         (r"^head\.levels\.(\d)\.(\d)", lambda m: f"decode_head.scale_heads.{m[1]}.{2 * int(m[2])}"),
         (r"^head\.pooling\.branches\.(\d)", r"decode_head.psp_modules.\1.1"),
-        (r"^head\.pooling\.fuse", "decode_head.bottleneck"),
+        (r"^head\.pooling\.join", "decode_head.bottleneck"),
         (r"^head\.lateral", "decode_head.lateral_convs"),
         (r"^head\.output", "decode_head.fpn_convs"),
-        (r"^head\.fuse", "decode_head.fpn_bottleneck"),
+        (r"^head\.join", "decode_head.fpn_bottleneck"),
         (r"^head\.classifier\.1", "decode_head.conv_seg"),
         (r"^auxiliary\.0", "auxiliary_head.convs.0"),
         (r"^auxiliary\.1\.1", "auxiliary_head.conv_seg"),

@@ -24,14 +24,14 @@ class PyramidPooling(nn.Module):
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
         self.branches = nn.ModuleList(ConvNorm(channels, width, 1) for _ in POOLS)
-        self.fuse = ConvNorm(channels + len(POOLS) * width, width)
+        self.join = ConvNorm(channels + len(POOLS) * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, width, H, W)."""
         parts = [x]
         for pool, branch in zip(POOLS, self.branches, strict=True):
             parts.append(resize(branch(F.adaptive_avg_pool2d(x, pool)), x.shape[-2:]))
-        return self.fuse(torch.cat(parts, dim=1))
+        return self.join(torch.cat(parts, dim=1))
 
 
 class UperHead(nn.Module):
@@ -50,7 +50,7 @@ class UperHead(nn.Module):
         self.pooling = PyramidPooling(channels[-1], width)
         self.lateral = nn.ModuleList(ConvNorm(dim, width, 1) for dim in finer)
         self.output = nn.ModuleList(ConvNorm(width, width) for _ in finer)
-        self.fuse = ConvNorm(len(channels) * width, width)
+        self.join = ConvNorm(len(channels) * width, width)
         self.classifier = Classifier(width, num_classes, drop)
 
     def forward(self, maps: list[Tensor]) -> Tensor:
@@ -61,7 +61,7 @@ class UperHead(nn.Module):
             sums[i - 1] = sums[i - 1] + resize(sums[i], sums[i - 1].shape[-2:])
         outputs = [output(x) for output, x in zip(self.output, sums[:-1], strict=True)] + [sums[-1]]
         resized = [resize(x, sums[0].shape[-2:]) for x in outputs[1:]]
-        return self.classifier(self.fuse(torch.cat([outputs[0], *resized], dim=1)))
+        return self.classifier(self.join(torch.cat([outputs[0], *resized], dim=1)))
 
 
 class UperNet(Segmenter):
