@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from tokamix.ops import depthwise_conv, dispatch
 from tokamix.ops.precision import autocast_dtype
 
+BatchNorm = nn.modules.batchnorm._BatchNorm  # of any number of axes, also nn.SyncBatchNorm
+
 
 def channels_first(x: Tensor) -> Tensor:
     """(B, H, W, C) -> (B, C, H, W), a view whose memory is channels_last."""
@@ -128,25 +130,12 @@ def near_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(x * (1.59501055 + square * (0.07401604 - 0.00070380 * square)))
 
 
-class MapBatchNorm(nn.BatchNorm2d):
-    """Batch normalisation over the last axis of x (..., C)."""
+def normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """The nn.BatchNorm1d of a map or of tokens x (..., C), per channel.
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x (..., C) per channel."""
-        flat = x.reshape(-1, x.shape[-1])  # (B*N, C): batch_norm takes it as is, so no layout changes hands
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        out = F.batch_norm(
-            flat,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            self.training,
-            self.momentum or 0.1,
-            self.eps,
-        )
-        return out.view(x.shape)
+    Not a layer of its own: what converts a model to nn.SyncBatchNorm would put a plain one in its place.
+    """
+    return norm(x.reshape(-1, x.shape[-1])).view(x.shape)
 
 
 class Layers(nn.Sequential):
@@ -159,9 +148,22 @@ class Layers(nn.Sequential):
                 self[i + 1] = fold_back(layer, norm)
 
 
+class MapLayers(Layers):
+    """Layers on maps (B, H, W, C) or tokens (B, N, C)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Call one after another on x (..., C)."""
+        return self._call(list(self), x)
+
+    def _call(self, layers: list[nn.Module], x: Tensor) -> Tensor:
+        for layer in layers:
+            x = normed(layer, x) if isinstance(layer, BatchNorm) else layer(x)
+        return x
+
+
 def fold_back(layer: nn.Conv2d | nn.Linear, norm: nn.Module) -> nn.Module:
     """Give the layer before a BatchNorm its work, and return what is left in its place."""
-    if not isinstance(norm, nn.modules.batchnorm._BatchNorm):
+    if not isinstance(norm, BatchNorm):
         return norm
     scale, shift = _scale_and_shift(norm)
     with torch.no_grad():
@@ -172,7 +174,7 @@ def fold_back(layer: nn.Conv2d | nn.Linear, norm: nn.Module) -> nn.Module:
 
 def fold_ahead(norm: nn.Module, layer: nn.Linear) -> nn.Module:
     """Give the layer after a BatchNorm its work, and return what is left in its place."""
-    if not isinstance(norm, nn.modules.batchnorm._BatchNorm):
+    if not isinstance(norm, BatchNorm):
         return norm
     scale, shift = _scale_and_shift(norm)
     with torch.no_grad():
@@ -183,7 +185,7 @@ def fold_ahead(norm: nn.Module, layer: nn.Linear) -> nn.Module:
 
 
 @torch.no_grad()
-def _scale_and_shift(norm: nn.modules.batchnorm._BatchNorm) -> tuple[Tensor, Tensor]:
+def _scale_and_shift(norm: BatchNorm) -> tuple[Tensor, Tensor]:
     """What a BatchNorm does to each channel once its statistics are fixed."""
     if norm.training:
         raise ValueError("a BatchNorm that still learns its statistics cannot be folded: call model.eval() first")

@@ -16,6 +16,7 @@ from timm.utils import reparameterize_model
 from torch import nn
 
 import tokamix
+from tokamix.layers import BatchNorm
 from tokamix.models.swapped import VARIANTS
 
 # how many names each module registers: a family that silently loses its cfgs or its entries is noticed here
@@ -231,18 +232,32 @@ def test_intermediates(name: str, model: nn.Module) -> None:
 def test_batch_norms_fold(name: str) -> None:
     """But for those between an activation and a convolution, whose zeros at the border they would have to know."""
     model = create(name).double().eval()
-    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
     for norm in norms:
         nn.init.normal_(norm.running_mean)
         nn.init.uniform_(norm.running_var, 0.5, 2.0)
         nn.init.normal_(norm.weight)
         nn.init.normal_(norm.bias)
     folded = reparameterize_model(model)
-    left = [key for key, module in folded.named_modules() if isinstance(module, nn.BatchNorm2d)]
+    left = [key for key, module in folded.named_modules() if isinstance(module, BatchNorm)]
     assert all(re.fullmatch(r"blocks\.\d+\.local\.bn|stem\.(2|5|8|11)", key) for key in left), left
     x = images(*ODD_SIZE).double()
     with torch.no_grad():
         torch.testing.assert_close(folded(x), model(x), rtol=1e-8, atol=1e-9)
+
+
+def test_batch_norms_can_be_synchronised(name: str) -> None:
+    """As timm's and PyTorch's own conversions do; alone in its process, the statistics are the same."""
+    model = create(name).train()
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
+    if not any(isinstance(module, nn.SyncBatchNorm) for module in synchronised.modules()):
+        return
+    x = images()
+    for each in (model, synchronised):
+        torch.manual_seed(1)
+        each(x)
+    torch.testing.assert_close(synchronised.state_dict(), model.state_dict())
+    torch.testing.assert_close(synchronised.eval()(x), model.eval()(x))
 
 
 def test_checkpointing_recomputes_and_gives_the_same_gradients(name: str) -> None:

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from tokamix.layers import (
     ConvEmbed,
     ImageEmbed,
-    MapBatchNorm,
     MapConv,
     SoftmaxProduct,
     fold_back,
     merge_heads,
+    normed,
     split_heads,
     tokens_to_map,
 )
@@ -36,12 +36,12 @@ class ConvProjection(nn.Module):
         dd = {"device": device, "dtype": dtype}
         super().__init__()
         self.conv = MapConv(dim, dim, 3, stride, padding=1, groups=dim, bias=False, **dd)
-        self.norm: nn.Module = MapBatchNorm(dim, **dd)
+        self.norm: nn.Module = nn.BatchNorm1d(dim, **dd)
         self.linear = nn.Linear(dim, dim, **dd)
 
     def forward(self, patches: Tensor, prefix: Tensor | None) -> Tensor:
         """Map (B, H, W, C) and prefix (B, P, C) -> tokens (B, P + h * w, C)."""
-        x = self.norm(self.conv(patches)).flatten(1, 2)
+        x = normed(self.norm, self.conv(patches)).flatten(1, 2)
         return self.linear(x if prefix is None else torch.cat([prefix, x], dim=1))
 
     def reparameterize(self) -> None:

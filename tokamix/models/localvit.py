@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from tokamix.layers import (
     DepthwiseConv,
-    MapBatchNorm,
     MapConv,
     PositionTable,
     channels_last,
     fit_positions,
     fold_back,
+    normed,
     tokens_to_map,
 )
 from tokamix.models._backbone import Column, image_cfg, rename
@@ -58,19 +58,19 @@ class LocalMlp(nn.Module):
         dd = {"device": device, "dtype": dtype}
         super().__init__()
         self.fc1 = Pointwise(dim, hidden_dim, **dd)
-        self.norm1: nn.Module = MapBatchNorm(hidden_dim, **dd)
+        self.norm1: nn.Module = nn.BatchNorm1d(hidden_dim, **dd)
         self.conv = DepthwiseConv(hidden_dim, bias=False, **dd)
-        self.norm2: nn.Module = MapBatchNorm(hidden_dim, **dd)
+        self.norm2: nn.Module = nn.BatchNorm1d(hidden_dim, **dd)
         self.act = nn.Hardswish()
         self.se = SqueezeExcite(hidden_dim, se_dim, **dd)
         self.fc2 = Pointwise(hidden_dim, dim, **dd)
-        self.norm3: nn.Module = MapBatchNorm(dim, **dd)
+        self.norm3: nn.Module = nn.BatchNorm1d(dim, **dd)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         """Patch tokens x (B, H * W, C) of grid (H, W) -> the same shape."""
-        x = self.act(self.norm1(self.fc1(x)))
-        x = self.act(self.norm2(self.conv(tokens_to_map(x, grid)))).flatten(1, 2)
-        return self.norm3(self.fc2(self.se(x)))
+        x = self.act(normed(self.norm1, self.fc1(x)))
+        x = self.act(normed(self.norm2, self.conv(tokens_to_map(x, grid)))).flatten(1, 2)
+        return normed(self.norm3, self.fc2(self.se(x)))
 
     def reparameterize(self) -> None:
         """Fold the batch norms into the layers before them, for inference; see `timm.utils.reparameterize_model`."""

@@ -15,11 +15,11 @@ from tokamix.layers import (
     GELU,
     DepthwiseConv,
     ImageConv,
-    Layers,
-    MapBatchNorm,
     MapConv,
+    MapLayers,
     channels_last,
     fold_ahead,
+    normed,
     tokens_to_map,
 )
 from tokamix.mixers import SuperTokenAttention
@@ -70,7 +70,7 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(dim, eps=1e-6, **dd)
         self.mixer = SuperTokenAttention(dim, **mixer, **dd)
         self.ls1 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale, **dd)
-        self.norm2: nn.Module = MapBatchNorm(dim, **dd)
+        self.norm2: nn.Module = nn.BatchNorm1d(dim, **dd)
         self.mlp = ConvFFN(dim, hidden_dim, **dd) if conv_ffn else Mlp(dim, hidden_dim, act_layer=GELU, **dd)
         self.ls2 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale, **dd)
         self.drop_path = DropPath(drop_path)
@@ -80,7 +80,7 @@ class Block(nn.Module):
         if self.cpe is not None:
             x = self.cpe(tokens_to_map(x, grid)).flatten(1, 2)
         x = x + self.drop_path(self.ls1(self.mixer(self.norm1(x), grid)))
-        z = self.norm2(x)
+        z = normed(self.norm2, x)
         z = self.mlp(z, grid) if isinstance(self.mlp, ConvFFN) else self.mlp(z)
         return x + self.drop_path(self.ls2(z))
 
@@ -89,7 +89,7 @@ class Block(nn.Module):
         self.norm2 = fold_ahead(self.norm2, self.mlp.fc1)
 
 
-class ConvStem(nn.Sequential):
+class ConvStem(MapLayers):
     """Images (B, in_chans, H, W) -> a map of a quarter of their sides: four times convolution, GELU, BatchNorm."""
 
     def __init__(self, in_chans: int, dim: int, device: Any = None, dtype: Any = None) -> None:
@@ -99,15 +99,13 @@ class ConvStem(nn.Sequential):
         for i in range(4):
             conv = MapConv if layers else ImageConv
             layers += [conv(widths[i], widths[i + 1], 3, stride=2 - i % 2, padding=1, **dd), GELU()]
-            layers += [MapBatchNorm(widths[i + 1], **dd)]
+            layers += [nn.BatchNorm1d(widths[i + 1], **dd)]
         super().__init__(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) -> (B, h, w, dim)."""
-        x = channels_last(self[0](x))
-        for layer in list(self)[1:]:
-            x = layer(x)
-        return x
+        first, *others = self
+        return self._call(others, channels_last(first(x)))
 
 
 class PatchEmbed(nn.Sequential):
@@ -214,12 +212,14 @@ class STViT(Pyramid):
             ]
             downsample = None
             if i > 0:
-                downsample = Layers(MapConv(dims[i - 1], dim, 3, stride=2, padding=1, **dd), MapBatchNorm(dim, **dd))
+                downsample = MapLayers(
+                    MapConv(dims[i - 1], dim, 3, stride=2, padding=1, **dd), nn.BatchNorm1d(dim, **dd)
+                )
             stages.append(Stage(blocks, downsample))
         self.stages = nn.ModuleList(stages)
         self.norm = nn.LayerNorm(dims[-1], eps=1e-6, **dd)
         if projection:
-            self.norm = Layers(nn.Linear(dims[-1], projection, **dd), MapBatchNorm(projection, **dd), nn.SiLU())
+            self.norm = MapLayers(nn.Linear(dims[-1], projection, **dd), nn.BatchNorm1d(projection, **dd), nn.SiLU())
         self._build_head(projection or dims[-1], num_classes, global_pool, drop_rate, **dd)
         self.init_weights(needs_reset=False)
 
