@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tokamix.ops import dispatch
+
 GOLDEN = Path(__file__).parent / "golden"
 
 torch.set_num_threads(1)  # the tests run in parallel processes; two cores are shared by all of them
@@ -41,6 +43,13 @@ def load_golden(case: str) -> SimpleNamespace:
 def assert_golden(actual: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
     """float64 agreement with the authors' numbers at 1e-9 relative."""
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11, msg=lambda m: f"{what}: {m}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where nothing interprets them, kernels need a GPU: `pytest -m gpu` runs these tests too."""
+    for item in items:
+        if item.path.stem.endswith("_kernels") and not dispatch.INTERPRET:
+            item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture(autouse=True)

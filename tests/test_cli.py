@@ -1,5 +1,9 @@
 """The command line, as a user calls it."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
@@ -7,6 +11,7 @@ from tokamix.bench.suites import SUITES
 from tokamix.cli import app
 from tokamix.demo import ENTRANTS
 from tokamix.mixers import list_mixers
+from tokamix.ops.dispatch import use_backend
 
 
 def call(*args: str, code: int = 0) -> str:
@@ -26,6 +31,23 @@ def test_info() -> None:
     out = call("info")
     for word in ("tokamix", "torch", "GPU", "triton", "kernels", "extra demo"):
         assert word in out
+    with use_backend("eager"):
+        assert "not used: TOKAMIX_BACKEND=eager" in call("info")
+
+
+@pytest.mark.parametrize(
+    ("backend", "says"),
+    [
+        ("eager", "not used: TOKAMIX_BACKEND=eager"),
+        ("triton", "tensors are on cpu, the kernels need CUDA: operators raise errors"),
+        ("bogus", "unknown backend 'bogus': choose one of eager, triton"),
+    ],
+)
+def test_info_on_a_forced_backend(backend: str, says: str) -> None:
+    environment = {**os.environ, "TOKAMIX_BACKEND": backend, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "tokamix.cli", "info"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert says in result.stdout + result.stderr
 
 
 def test_demo(tmp_path) -> None:

@@ -79,13 +79,21 @@ def info() -> None:
         table.add_row("GPU", f"none: {'no device was found' if built else 'this torch is built for the CPU alone'}")
     table.add_row("triton", version("triton") if dispatch.HAS_TRITON else "not installed: operators run eagerly")
     probe = torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")
-    reason = dispatch.why_not(probe)
-    table.add_row("kernels", f"not used: {reason}" if reason else "used for float16, bfloat16 and float32")
+    with _plain_errors():
+        table.add_row("kernels", _kernels_used(dispatch.why_not(probe), dispatch.forced()))
     for extra, packages in sorted(_extras().items()):
         missing = [p for p in packages if not _installed(p)]
         hint = f"missing {', '.join(missing)}: pip install 'tokamix\\[{extra}]'" if missing else "installed"
         table.add_row(f"extra {extra}", hint)
     console.print(table)
+
+
+def _kernels_used(reason: str | None, forced: str | None) -> str:
+    if forced == "eager":
+        return "not used: TOKAMIX_BACKEND=eager"
+    if forced == "triton":
+        return f"TOKAMIX_BACKEND=triton, but {reason}: operators raise errors" if reason else "always used, or an error"
+    return f"not used: {reason}" if reason else "used for float16, bfloat16 and float32"
 
 
 @app.command()

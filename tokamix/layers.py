@@ -86,8 +86,6 @@ class DepthwiseConv(MapConv):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve x (B, H, W, C)."""
-        if not self.residual:  # a residual stream keeps its precision, as it does outside the kernels
-            x = x.to(autocast_dtype(x))
         return depthwise_conv(x, self.weight, self.bias, self.residual, self.gelu)
 
     def extra_repr(self) -> str:

@@ -13,8 +13,16 @@ from tokamix.ops.dispatch import use_backend
 pytestmark = needs_triton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# (shape, share): lines that fill a block or not, several in a block, one token, no power of two anywhere
-CASES = [((1, 1, 1, 4), 2), ((2, 7, 5, 12), 3), ((1, 16, 14, 8), 1), ((1, 63, 2, 4), 4), ((1, 1, 65, 20), 4)]
+# (shape, share): lines that fill a block or not, several in a block, one token, no power of two anywhere, channels for
+# several blocks
+CASES = [
+    ((1, 1, 1, 4), 2),
+    ((2, 7, 5, 12), 3),
+    ((1, 16, 14, 8), 1),
+    ((1, 63, 2, 4), 4),
+    ((1, 1, 65, 20), 4),
+    ((1, 3, 5, 160), 2),
+]
 
 
 def inputs(shape: tuple[int, ...], share: int, axes: int, spread: float = 2.0) -> tuple[Tensor, Tensor]:

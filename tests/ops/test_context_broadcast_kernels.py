@@ -40,6 +40,15 @@ def test_large_values_in_float16(poison_empty: None) -> None:
     torch.testing.assert_close(broadcast_context(x, backend="triton"), x)
 
 
-def test_opcheck() -> None:
-    x = torch.randn(2, 6, 4, device=DEVICE, requires_grad=True)
-    torch.library.opcheck(torch.ops.tokamix.broadcast_context, (x, None))
+def test_a_channel_of_zeros_and_another_default_dtype(poison_empty: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over many tokens are kept in float32, whatever new tensors are by default."""
+    from tokamix.ops.context_broadcast import kernels
+
+    monkeypatch.setattr(kernels, "MANY_TOKENS", 64)
+    x = torch.full((1, 100, 4), 3000.0, device=DEVICE, dtype=torch.float16)
+    x[..., 1] = 0
+    torch.set_default_dtype(torch.float16)
+    try:
+        torch.testing.assert_close(broadcast_context(x, backend="triton"), x)
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -24,6 +24,17 @@ def test_against_reference(
     assert_kernel_close(depthwise_conv, (torch.randn(shape), *kernels(shape[-1])), dtype, residual=residual, gelu=gelu)
 
 
+def test_wide_maps(poison_empty: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns in several programs, channels in several blocks, and several tiles to each program on the way back."""
+    from tokamix.ops.depthwise_conv import kernels as module
+
+    plan = module.Plan(rows=4, block_c=16, columns=7, programs=6)
+    monkeypatch.setattr(module, "plan_forward", lambda x: plan)
+    monkeypatch.setattr(module, "plan_backward", lambda x: plan)
+    inputs = (torch.randn(1, 5, 17, 20), *kernels(20))
+    assert_kernel_close(depthwise_conv, inputs, torch.float32, residual=True, gelu=True)
+
+
 def test_without_bias(poison_empty: None) -> None:
     assert_kernel_close(depthwise_conv, (torch.randn(1, 5, 6, 8), kernels(8)[0]), torch.float32)
 

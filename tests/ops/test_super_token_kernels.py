@@ -15,6 +15,7 @@ SHAPES = [  # B, H, W, C, cell, iterations
     (2, 7, 5, 33, (2, 3), 1),
     (1, 17, 11, 20, (8, 8), 2),
     (1, 4, 6, 65, (4, 4), 1),
+    (1, 9, 8, 600, (5, 7), 1),  # cells of more tokens than a program holds at once
 ]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.kernels import DEVICE, assert_kernel_close, needs_triton
+from tests.ops.kernels import DEVICE, assert_kernel_close, needs_triton, relative_rmse
 from tests.ops.test_weight_mixing import CASES, make
 from tokamix.ops import bank_mixing
 
@@ -109,6 +109,8 @@ def test_extremes(dtype: torch.dtype, poison_empty: None) -> None:
         out = bank_mixing(*inputs, grid, window, shift, backend="triton")
         grads = torch.autograd.grad(out.float().sum(), inputs)
         assert all(x.isfinite().all() for x in (out, *grads)), scale
+        exact = bank_mixing(*(x.detach().double() for x in inputs), grid, window, shift)
+        assert relative_rmse(out, exact) < 4 * torch.finfo(dtype).eps
 
 
 def test_opcheck_and_compile() -> None:

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 BACKENDS = ("eager", "triton")
 HAS_TRITON = find_spec("triton") is not None
@@ -35,7 +36,9 @@ def use_backend(backend: str | None) -> Iterator[None]:
         _forced = before
 
 
-def choose(op: str, *tensors: Tensor, backend: str | None = None, limit: str | None = None) -> str:
+def choose(
+    op: str, *tensors: Tensor, backend: str | None = None, limit: str | None = None, better: str | None = None
+) -> str:
     """Decide between "eager" and "triton" for a call of `op` on `tensors`.
 
     Args:
@@ -43,18 +46,24 @@ def choose(op: str, *tensors: Tensor, backend: str | None = None, limit: str | N
         tensors: the inputs; their device and dtype decide whether the kernels can run.
         backend: what the caller forces, if anything.
         limit: why the operator's kernels cannot take this call ("head dim 300 is over 256"), None if they can.
+        better: why plain PyTorch is the better choice although the kernels could, None if it is not.
     """
-    wanted = _check(backend) or _check(_forced)
+    wanted = forced(backend)
     if wanted == "eager":
         return "eager"
     reason = why_not(*tensors) or limit
-    if reason is None:
+    if reason is None and (wanted == "triton" or better is None):
         return "triton"
-    if wanted == "triton":
+    if reason is not None and wanted == "triton":
         raise RuntimeError(f"{op} cannot run on the triton backend: {reason}; use backend='eager' or leave it unset")
     if not torch.compiler.is_compiling():
-        _log.debug("%s runs eagerly: %s", op, reason)
+        _log.debug("%s runs eagerly: %s", op, reason or better)
     return "eager"
+
+
+def forced(backend: str | None = None) -> str | None:
+    """The backend that the caller, `use_backend` or `TOKAMIX_BACKEND` forces; None if nobody does."""
+    return _check(backend) or _check(_forced)
 
 
 def why_not(*tensors: Tensor) -> str | None:
@@ -63,12 +72,20 @@ def why_not(*tensors: Tensor) -> str | None:
         return "Triton is not installed"
     if is_exporting():
         return "an exported graph must hold plain operators"
+    if torch._C._are_functorch_transforms_active():
+        return "torch.func transforms plain operators alone"
     for t in tensors:
         if not t.is_cuda and not (INTERPRET and t.device.type == "cpu"):
             return f"tensors are on {t.device.type}, the kernels need CUDA"
         if t.dtype not in KERNEL_DTYPES:
             return f"{t.dtype} is not among float16, bfloat16 and float32"
     return None
+
+
+def unobserved(*tensors: Tensor) -> bool:
+    """Whether this is a plain call, with no compiler, tracer, counter or tensor subclass that looks for operators."""
+    plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+    return plain and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode()
 
 
 def is_exporting() -> bool:

@@ -115,13 +115,13 @@ def broadcast_context(x: Tensor, scale: Tensor | None) -> Tensor:
     batch, tokens, channels = x.shape
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     blocks, sizes = triton.cdiv(channels, BLOCK_C), (tokens, channels, *x.stride())
-    weight, has_scale = (x, False) if scale is None else (scale, True)
+    weight, has_scale = (x, False) if scale is None else (scale.contiguous(), True)
     if not out.numel():
         return out
     if tokens <= MANY_TOKENS:
         _broadcast_kernel[batch, blocks](x, weight, out, *sizes, has_scale, BLOCK_N, BLOCK_C)
     else:
-        sums = torch.empty(batch, PARTS, channels, device=x.device)
+        sums = torch.empty(batch, PARTS, channels, device=x.device, dtype=torch.float32)
         _partial_sum_kernel[batch, blocks, PARTS](x, sums, *sizes, PARTS, BLOCK_N, BLOCK_C)
         grid = (batch, blocks, triton.cdiv(tokens, BLOCK_N))
         _add_mean_kernel[grid](x, sums, weight, out, *sizes, has_scale, PARTS, BLOCK_N, BLOCK_C)

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tokamix.ops import dispatch
 from tokamix.ops.context_broadcast import reference
@@ -40,18 +41,22 @@ def broadcast_context(
         raise ValueError(f"broadcast_context needs tokens of shape (B, N, C), got {tuple(x.shape)}")
     if scale is not None and scale.shape != x.shape[-1:]:
         raise ValueError(f"scale must have one value per channel, ({x.shape[-1]},), got {tuple(scale.shape)}")
-    if kind == "gate":
+    limit, better = _limit(x, kind), None
+    if torch.compiler.is_compiling():
+        better = "torch.compile fuses it with its neighbours, which a kernel of ours cannot"
+    if dispatch.choose("broadcast_context", x, backend=backend, limit=limit, better=better) == "triton":
+        run = _Direct.apply if dispatch.unobserved(x) else torch.ops.tokamix.broadcast_context
+        broadcast = run(x, scale)
+    elif kind == "gate":
         return reference.gate(x)
-    if dispatch.choose("broadcast_context", x, backend=backend, limit=_limit(x)) == "triton":
-        broadcast = torch.ops.tokamix.broadcast_context(x, scale)
     else:
         broadcast = reference.broadcast_context(x, scale)
     return x * x[:, :1] + broadcast if kind == "hybrid" else broadcast
 
 
-def _limit(x: Tensor) -> str | None:
-    if torch.compiler.is_compiling():
-        return "torch.compile fuses it with its neighbours, which a kernel of ours cannot"
+def _limit(x: Tensor, kind: str) -> str | None:
+    if kind == "gate":
+        return "a gate has no mean, and no kernel"
     if x.shape[1] > MOST_TOKENS:
         return f"a grid of programs holds {MOST_TOKENS:,} tokens, not {x.shape[1]:,}"
     return None
@@ -77,13 +82,35 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-    x, scale = ctx.saved_tensors
-    grad_scale = None
-    if scale is not None:
-        mean, total = x.float().mean(1), grad.float().sum(1)
-        grad_scale = ((mean * total).sum(0) / 2).to(scale.dtype)
     # the map from x to its broadcast is symmetric, so its transpose is itself
-    return torch.ops.tokamix.broadcast_context(grad, scale), grad_scale
+    return torch.ops.tokamix.broadcast_context(grad, ctx.saved_tensors[1]), _grad_scale(grad, *ctx.saved_tensors)
+
+
+def _grad_scale(grad: Tensor, x: Tensor | None, scale: Tensor | None) -> Tensor | None:
+    if x is None or scale is None:
+        return None
+    mean, total = x.float().mean(1), grad.float().sum(1)
+    return ((mean * total).sum(0) / 2).to(scale.dtype)
 
 
 _broadcast_context.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Direct(torch.autograd.Function):
+    """The registered operator without the dispatcher, whose bookkeeping takes longer than the kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor | None) -> Tensor:
+        """Keep what the gradient of `scale` needs, run the kernel."""
+        from tokamix.ops.context_broadcast import kernels
+
+        _setup_context(ctx, (x, scale), x)
+        return kernels.broadcast_context(x, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Gradients of x and scale."""
+        from tokamix.ops.context_broadcast import kernels
+
+        return kernels.broadcast_context(grad, ctx.saved_tensors[1]), _grad_scale(grad, *ctx.saved_tensors)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tokamix.ops import dispatch
 from tokamix.ops.depthwise_conv import reference
+from tokamix.ops.precision import autocast_dtype
 
 
 def depthwise_conv(
@@ -32,6 +33,10 @@ def depthwise_conv(
         raise ValueError(f"depthwise_conv needs a map of shape (B, H, W, C), got {tuple(x.shape)}")
     if weight.ndim != 4 or weight.shape[:2] != (x.shape[3], 1) or not weight.shape[2] % 2 or not weight.shape[3] % 2:
         raise ValueError(f"{x.shape[3]} channels need kernels ({x.shape[3]}, 1, odd, odd), got {tuple(weight.shape)}")
+    if bias is not None and bias.shape != x.shape[3:]:
+        raise ValueError(f"{x.shape[3]} channels need a bias ({x.shape[3]},), got {tuple(bias.shape)}")
+    if not residual:  # a residual stream keeps its precision, as it does outside the kernels
+        x = x.to(autocast_dtype(x))
     limit = None if weight.shape[2:] == (3, 3) else f"kernels are {weight.shape[2]}x{weight.shape[3]}, not 3x3"
     if dispatch.choose("depthwise_conv", x, weight, backend=backend, limit=limit) == "eager":
         return reference.depthwise_conv(x, weight, bias, residual, gelu)

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from tokamix.ops import dispatch
 from tokamix.ops.sima import reference
@@ -53,7 +52,7 @@ def sima_attention(
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must share one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; cast them first")
     if dispatch.choose("sima_attention", q, k, v, backend=backend, limit=_limit(q, order)) == "triton":
-        run = _Direct.apply if _unobserved(q, k, v) else torch.ops.tokamix.sima_attention
+        run = _Direct.apply if dispatch.unobserved(q, k, v) else torch.ops.tokamix.sima_attention
         return run(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), norm, eps).transpose(1, 2)
     return reference.sima_attention(q, k, v, norm, order or _cheaper_order(q, k), eps)
 
@@ -77,7 +76,7 @@ def sima_self_attention(
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ValueError(f"sima_self_attention needs qkv of shape (B, N, 3, H, D), got {tuple(qkv.shape)}")
     if dispatch.choose("sima_self_attention", qkv, backend=backend, limit=_limit(qkv, order)) == "triton":
-        run = _Direct.apply if _unobserved(qkv) else torch.ops.tokamix.sima_self_attention
+        run = _Direct.apply if dispatch.unobserved(qkv) else torch.ops.tokamix.sima_self_attention
         return run(qkv, norm, eps).flatten(2)
     q, k, v = qkv.transpose(1, 3).unbind(2)  # (B, H, N, D) each
     out = reference.sima_attention(q, k, v, norm, order or _cheaper_order(q, k), eps)
@@ -183,12 +182,6 @@ def _differentiate_self(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 _attention.register_autograd(_differentiate, setup_context=_keep_inputs)
 _self_attention.register_autograd(_differentiate_self, setup_context=_keep_inputs)
-
-
-def _unobserved(*tensors: Tensor) -> bool:
-    """Whether this is a plain call, with no compiler, tracer, counter or tensor subclass that looks for operators."""
-    plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
-    return plain and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode()
 
 
 class _Direct(torch.autograd.Function):

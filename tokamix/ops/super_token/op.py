@@ -59,10 +59,12 @@ def super_token_scatter(tokens: Tensor, association: Tensor, cell: Cell, backend
     _check_map("super_token_scatter", association, cell)
     grid = grid_of(association, cell)
     # not while compiling: comparing sizes would specialise them
-    if not torch.compiler.is_compiling() and (association.shape[-1] != 9 or tokens.shape[1:3] != grid):
+    if not torch.compiler.is_compiling() and (
+        tokens.ndim != 4 or association.shape[-1] != 9 or tokens.shape[:3] != (association.shape[0], *grid)
+    ):
         raise ValueError(
             f"an association (B, H, W, 9) of shape {tuple(association.shape)} with cells {tuple(cell)} goes with super "
-            f"tokens of grid {grid}, got {tuple(tokens.shape)}"
+            f"tokens ({association.shape[0]}, {grid[0]}, {grid[1]}, C), got {tuple(tokens.shape)}"
         )
     association = association.detach().to(tokens.dtype)
     if dispatch.choose("super_token_scatter", tokens, association, backend=backend, limit=_limit(tokens)) == "eager":

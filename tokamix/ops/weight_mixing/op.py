@@ -58,11 +58,11 @@ def bank_mixing(
     """
     window = window or grid
     _check(v, policy, bank, grid, window, shift, activation)
-    if policy is not None:
-        limit = _limit(v, bank, activation)
-        if dispatch.choose("bank_mixing", v, policy, bank, backend=backend, limit=limit) == "triton":
-            out, _ = torch.ops.tokamix.bank_mixing(v, policy, bank, grid, window, shift, shift_mask, activation)
-            return out
+    limit = "without a policy it is one product" if policy is None else _limit(v, bank, activation)
+    tensors = [x for x in (v, policy, bank) if x is not None]
+    if dispatch.choose("bank_mixing", *tensors, backend=backend, limit=limit) == "triton":
+        out, _ = torch.ops.tokamix.bank_mixing(v, policy, bank, grid, window, shift, shift_mask, activation)
+        return out
     return reference.bank_mixing(v, policy, bank, grid, window, shift, shift_mask, activation)
 
 
@@ -129,7 +129,7 @@ def _limit(v: Tensor, bank: Tensor, activation: str) -> str | None:
 
 
 def _use_kernels(v: Tensor, policy: Tensor, bank: Tensor, activation: str) -> bool:
-    return dispatch.why_not(v, policy, bank) is None and _limit(v, bank, activation) is None
+    return v.numel() > 0 and dispatch.why_not(v, policy, bank) is None and _limit(v, bank, activation) is None
 
 
 @torch.library.custom_op("tokamix::bank_mixing", mutates_args=())

@@ -1,0 +1,192 @@
+"""What the kernels of every operator promise alike, under Triton's interpreter or on a GPU."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.kernels import DEVICE, needs_triton
+from tokamix import ops
+from tokamix.ops import dispatch
+
+pytestmark = needs_triton
+on_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="the interpreter has one thread and no graphs")
+
+
+def super_tokens(x: Tensor) -> Tensor:
+    tokens, association = ops.super_token_sample(x, (2, 3))
+    return ops.super_token_scatter(tokens, association, (2, 3))
+
+
+# what is called, and the shapes of its inputs after the batch; those of parameters, which have no batch, in a list
+OPERATORS: dict[str, tuple[Callable[..., Tensor], tuple]] = {
+    "sima_attention": (ops.sima_attention, ((2, 7, 16), (2, 5, 16), (2, 5, 16))),
+    "sima_self_attention": (ops.sima_self_attention, ((7, 3, 2, 16),)),
+    "active_gather": (lambda x, offset: torch.cat(ops.active_gather_axes(x, offset)), ((5, 4, 6), (5, 4, 4))),
+    "super_token": (super_tokens, ((5, 6, 12),)),
+    "bank_mixing": (lambda v, p, b: ops.bank_mixing(v, p, b, (2, 3)), ((6, 2, 4), (6, 3, 2), [3, 15])),
+    "broadcast_context": (ops.broadcast_context, ((6, 8), [8])),
+    "depthwise_conv": (lambda *x: ops.depthwise_conv(*x, True, True), ((4, 5, 8), [8, 1, 3, 3], [8])),
+}
+
+
+def make(name: str, batch: int = 2) -> list[Tensor]:
+    shapes = [s if isinstance(s, list) else (batch, *s) for s in OPERATORS[name][1]]
+    return [torch.randn(shape, device=DEVICE).requires_grad_() for shape in shapes]
+
+
+def run(name: str, inputs: list[Tensor], backend: str | None = "triton") -> list[Tensor]:
+    """The output and the gradients of all inputs."""
+    with dispatch.use_backend(backend):
+        out = OPERATORS[name][0](*inputs)
+        seed = torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape)
+        return [out.detach(), *torch.autograd.grad(out, inputs, seed)]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_no_images(name: str) -> None:
+    inputs = make(name, batch=0)
+    torch.testing.assert_close(run(name, inputs), run(name, inputs, "eager"))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_any_strides(name: str, poison_empty: None) -> None:
+    """Of maps and parameters alike: every second number of a tensor twice as wide."""
+    inputs = make(name)
+    apart = [x.detach().repeat_interleave(2, -1)[..., ::2].requires_grad_() for x in inputs]
+    assert not any(x.is_contiguous() for x in apart)
+    torch.testing.assert_close(run(name, apart), run(name, inputs))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_torch_func(name: str) -> None:
+    inputs = [x.detach() for x in make(name)]
+    op = OPERATORS[name][0]
+    got = torch.func.grad(lambda *x: op(*x).sin().sum(), argnums=tuple(range(len(inputs))))(*inputs)
+    leaves = [x.requires_grad_() for x in inputs]
+    torch.testing.assert_close(got, torch.autograd.grad(op(*leaves).sin().sum(), leaves))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_says_why_it_runs_eagerly(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    inputs = [x.detach().double() for x in make(name)]
+    with caplog.at_level(logging.DEBUG, logger="tokamix"):
+        OPERATORS[name][0](*inputs)
+    assert "runs eagerly: torch.float64 is not among float16, bfloat16 and float32" in caplog.text
+    with (
+        dispatch.use_backend("triton"),
+        pytest.raises(RuntimeError, match=r"float64 is not among.*use backend='eager'"),
+    ):
+        OPERATORS[name][0](*inputs)
+
+
+def test_forced_where_plain_pytorch_is_better() -> None:
+    """Compiled, context broadcasting fuses with its neighbours, unless someone insists on the kernel."""
+    x = torch.randn(2, 6, 8, device=DEVICE)
+    for backend, calls in (("triton", 1), (None, 0)):
+        torch.compiler.reset()
+        graphs: list[torch.fx.GraphModule] = []
+        with dispatch.use_backend(backend):
+            compiled = torch.compile(ops.broadcast_context, fullgraph=True, backend=partial(keep, graphs))
+            out = compiled(x)
+        assert str(graphs[0].graph).count("tokamix.broadcast_context") == calls
+        torch.testing.assert_close(out, ops.broadcast_context(x, backend="eager"))
+
+
+def keep(graphs: list[torch.fx.GraphModule], graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+    graphs.append(graph)
+    return graph
+
+
+@pytest.mark.parametrize("kind", ["gate", "policy", "plan"])
+def test_forced_where_there_is_no_kernel(kind: str) -> None:
+    x = torch.randn(1, 4, 4, 8, device=DEVICE)
+    calls = {
+        "gate": lambda **k: ops.broadcast_context(x.flatten(1, 2), kind="gate", **k),
+        "policy": lambda **k: ops.bank_mixing(
+            x.flatten(1, 2).unflatten(2, (2, 4)), None, x.new_ones(2, 49), (4, 4), **k
+        ),
+        "plan": lambda **k: ops.active_gather_axes(x, eager_plan(x), **k),
+    }
+    calls[kind](backend="eager")
+    with pytest.raises(RuntimeError, match="cannot run on the triton backend"):
+        calls[kind](backend="triton")
+    with pytest.raises(ValueError, match="unknown backend 'bogus'"):
+        calls[kind](backend="bogus")
+
+
+def eager_plan(x: Tensor) -> object:
+    from tokamix.ops.active_token.op import plan_gather_axes
+
+    return plan_gather_axes(x, torch.zeros_like(x), backend="eager")
+
+
+def registered() -> dict[str, tuple]:
+    """Arguments for every registered operator, backward ones too."""
+    q, k, v = (x.transpose(1, 2) for x in make("sima_attention"))
+    (qkv,), (x, offset) = make("sima_self_attention"), make("active_gather")
+    (tokens,), (mixed, policy, bank) = make("super_token"), make("bank_mixing")
+    (broadcast, scale), conv = make("broadcast_context"), make("depthwise_conv")
+    cell, bank_options = [2, 3], ([2, 3], [2, 3], [0, 0], True, "softmax")
+    sampled, association, weight = torch.ops.tokamix.super_token_sample(tokens.detach(), cell, 1)
+    out, statistics = torch.ops.tokamix.bank_mixing(mixed.detach(), policy.detach(), bank.detach(), *bank_options)
+    groups = {"q": (q, k, v), "x": (x, offset), "b": (mixed, policy, bank), "c": conv}
+    fixed = {key: [t.detach() for t in group] for key, group in groups.items()}
+    return {
+        "sima_attention": (q, k, v, "l1", 1e-12),
+        "sima_attention_backward": (fixed["q"][0], *fixed["q"], "l1", 1e-12),
+        "sima_self_attention": (qkv, "l1", 1e-12),
+        "sima_self_attention_backward": (qkv.detach()[:, :, 0], qkv.detach(), "l1", 1e-12),
+        "active_gather": (x, offset, [2, 1]),
+        "active_gather_backward": ([fixed["x"][0]] * 2, *fixed["x"], [2, 1]),
+        "super_token_sample": (tokens, cell, 1),
+        "super_token_sample_backward": (sampled, association, weight, cell),
+        "super_token_scatter": (sampled.clone().requires_grad_(), association, cell),
+        "super_token_scatter_backward": (tokens.detach(), association, cell),
+        "bank_mixing": (mixed, policy, bank, *bank_options),
+        "bank_mixing_backward": (out, *fixed["b"], out, statistics, *bank_options),
+        "broadcast_context": (broadcast, scale),
+        "depthwise_conv": (*conv, True, True),
+        "depthwise_conv_backward": (fixed["c"][0], *fixed["c"][:2], True, True),
+    }
+
+
+def test_opcheck() -> None:
+    for name, arguments in registered().items():
+        torch.library.opcheck(getattr(torch.ops.tokamix, name), arguments)
+
+
+@on_gpu
+@pytest.mark.parametrize("name", OPERATORS)
+def test_deterministic(name: str) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        inputs = make(name, batch=64)
+        first = run(name, inputs)
+        for _ in range(3):
+            for a, b in zip(run(name, inputs), first, strict=True):
+                assert torch.equal(a, b)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@on_gpu
+@pytest.mark.parametrize("name", OPERATORS)
+def test_replays_as_a_cuda_graph(name: str) -> None:
+    inputs, others = make(name), make(name)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(name, inputs)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = run(name, inputs)
+    with torch.no_grad():
+        for x, other in zip(inputs, others, strict=True):
+            x.copy_(other)
+    graph.replay()
+    torch.testing.assert_close(recorded, run(name, others))
