@@ -143,7 +143,7 @@ def demo(
 
 @app.command()
 def bench(
-    suite: Annotated[str, typer.Option(help="ops, scaling, models, mixers, or h200 for all of them")] = "ops",
+    suite: Annotated[str, typer.Option(help="ops, scaling, models, mixers, or h200 for the first three")] = "ops",
     output: Annotated[Path, typer.Option(help="folder for the CSV files")] = Path("results"),
     device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda where there is one")] = "",
     only: Annotated[str, typer.Option(help="regular expression on what is measured")] = "",
@@ -151,15 +151,15 @@ def bench(
     """Measure operators and models, each after a correctness check, into CSV files."""
     import torch
 
-    from tokamix.bench.suites import SUITES, run
+    from tokamix.bench.suites import H200, SUITES, run, write_environment
 
-    chosen = list(SUITES) if suite == "h200" else [suite]
+    chosen = list(H200) if suite == "h200" else [suite]
     if chosen[0] not in SUITES:
         console.print(f"there is no suite {suite!r}; choose one of {', '.join(SUITES)}, h200")
         raise typer.Exit(1)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    gpu = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "CPU"
-    print(f"{gpu}, torch {torch.__version__}, python {platform.python_version()}", flush=True)
+    write_environment(output, device)
+    print((output / "environment.txt").read_text(), end="", flush=True)
     for name in chosen:
         path = run(name, output, device, only, lambda line: print(line, flush=True))
         print(f"wrote {path}", flush=True)

@@ -33,6 +33,19 @@ def test_one_token(poison_empty: None) -> None:
     assert all(g.abs().max() < 1e-5 for g in grads[1:])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("grid", "window", "shift"), [((5, 7), (5, 7), (0, 0)), ((8, 8), (4, 8), (0, 0)), ((6, 12), (6, 6), (2, 1))]
+)
+def test_tiles(grid, window, shift, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, poison_empty: None) -> None:
+    """With whole tiles alone, with some left over, and in windows that are shifted."""
+    from tokamix.ops.weight_mixing import kernels
+
+    monkeypatch.setattr(kernels, "TILE", 16)
+    inputs = make(grid, window, heads=2, dim=20, dtype=torch.float32)
+    assert_kernel_close(mix, inputs, dtype, grid=grid, window=window, shift=shift, shift_mask=False)
+
+
 def test_absolute_bank(poison_empty: None) -> None:
     grid, window, _ = CASES["windows"]
     assert_kernel_close(mix, make(grid, window, batch=1, absolute=True), torch.float32, grid=grid, window=window)

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm.utils import reparameterize_model
-from torch import Tensor, nn
+from torch import Tensor
 
-from tokamix.bench.timing import median_ms, peak_gb
+from tokamix.bench.timing import median_ms, peak_gb, relative_rmse
 from tokamix.ops.dispatch import use_backend
 from tokamix.registry import create_model
+
+CHECKED = 4  # images whose logits are held against float32 before a time counts
 
 
 @dataclass
@@ -28,7 +30,7 @@ class ModelRow:
     images_per_second: float
     milliseconds: float
     peak_gb: float
-    error: float  # relative RMSE of the logits against float32 without kernels
+    error: float  # relative RMSE of logits, or of all gradients, against float32 without kernels
 
     def as_dict(self) -> dict[str, Any]:
         """The row for a CSV file."""
@@ -66,34 +68,49 @@ def measure(
     """
     torch.manual_seed(0)
     half = torch.bfloat16 if device == "cuda" else torch.float32
-    model = create_model(name, **kwargs).to(device).eval()
-    if mode == "infer":
-        model = reparameterize_model(model, inplace=True)
+    model = create_model(name, **kwargs).to(device).train(mode == "train")
     images = torch.randn(batch, 3, size, size, device=device)
-    error = logits_error(model, images[:4], half, backend)
     labels = torch.randint(model.num_classes, (batch,), device=device)
     torch.compiler.reset()
     if mode == "infer":
-        model, images = model.to(half), images.to(half)
-    else:
-        model.train()
+        reparameterize_model(model, inplace=True)
+        with torch.no_grad(), use_backend("eager"):
+            exact = model(images[:CHECKED])
+            model, images = model.to(half), images.to(half)
+            plain = model(images[:CHECKED])
     call = torch.compile(model, mode=compiled) if compiled else model
 
     def infer() -> Tensor:
         with torch.inference_mode():
             return call(images)
 
-    def train() -> None:
-        with torch.autocast(device, half, enabled=device == "cuda"):
+    def backward(call: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
             loss = F.cross_entropy(call(images), labels)
         loss.backward()
+
+    def train() -> None:
+        backward(call, half)
         model.zero_grad(set_to_none=True)
+
+    def gradients(call: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
+        backward(call, dtype)
+        every = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        model.zero_grad(set_to_none=True)
+        return every
 
     step = infer if mode == "infer" else train
     with use_backend(backend):
         if before_timing is not None:
             step()
             before_timing()
+        if mode == "infer":
+            error = error_of(infer()[:CHECKED], plain, exact)
+        else:
+            fast = gradients(call, half)
+            with use_backend("eager"):
+                error = error_of(fast, gradients(model, half), gradients(model, torch.float32))
+            torch.cuda.empty_cache()
         milliseconds = median_ms(step, device, seconds)
         # a replayed graph allocates nothing: its memory is that of the same model compiled without
         peak = peak_gb(step) if device == "cuda" and compiled != "reduce-overhead" else float("nan")
@@ -102,27 +119,12 @@ def measure(
     return ModelRow(name, mode, size, batch, label, compiled, backend or "auto", rate, milliseconds, peak, error)
 
 
-@torch.no_grad()
-def logits_error(model: nn.Module, images: Tensor, dtype: torch.dtype, backend: str | None) -> float:
-    """Relative RMSE of the logits in `dtype` with `backend` against float32 without kernels; raises if it is wrong.
+def error_of(fast: Tensor, plain: Tensor, exact: Tensor) -> float:
+    """Relative RMSE of what is timed; raises if it is wrong.
 
-    Wrong is more than twice the error that plain PyTorch makes in the same precision.
+    Wrong is more than twice the error of plain PyTorch in the same precision. Both are held against float32.
     """
-    with use_backend("eager"):
-        exact = model(images).float()
-        plain = _autocast(model, images, dtype)
-    with use_backend(backend):
-        fast = _autocast(model, images, dtype)
-    error, allowed = _relative(fast, exact), 2 * _relative(plain, exact) + 1e-3
+    error, allowed = relative_rmse(fast, exact), 2 * relative_rmse(plain, exact) + 1e-3
     if not error <= allowed:
-        raise RuntimeError(f"not timed, because it is wrong: the logits are off by {error:.1e}, {allowed:.1e} allowed")
+        raise RuntimeError(f"not timed, because it is wrong: off by {error:.1e}, {allowed:.1e} allowed")
     return error
-
-
-def _autocast(model: nn.Module, images: Tensor, dtype: torch.dtype) -> Tensor:
-    with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
-        return model(images).float()
-
-
-def _relative(actual: Tensor, expected: Tensor) -> float:
-    return ((actual - expected).norm() / expected.norm()).item()

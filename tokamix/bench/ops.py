@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tokamix.bench.timing import median_ms, peak_gb
+from tokamix.bench.timing import median_ms, peak_gb, relative_rmse
 from tokamix.mixers import SuperTokenAttention, WeightMixing
 from tokamix.ops import active_gather_axes, broadcast_context, sima_attention
 from tokamix.ops.dispatch import use_backend
@@ -33,6 +33,7 @@ class OpRow:
     peak_gb: float  # of forward and backward
     limit_ms: float  # fewest bytes of the forward pass, each tensor once, over BANDWIDTH
     error: float  # relative RMSE of the output against float32 without kernels
+    gradient_error: float  # the largest of all inputs and parameters
 
     def as_dict(self) -> dict[str, Any]:
         """The row for a CSV file."""
@@ -140,36 +141,45 @@ def scaling_cases() -> Iterator[OpCase]:
 
 
 def measure(case: OpCase, backend: str, device: str = "cuda", seconds: float = 0.2) -> OpRow:
-    """Check, then time one operator in bfloat16 (float32 on the CPU)."""
+    """Check output and gradients, then time one operator in bfloat16 (float32 on the CPU)."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     module = case.run.to(device, torch.float32) if isinstance(case.run, nn.Module) else case.run
-    exact_inputs = [t.to(device) for t in case.inputs]
-    with torch.no_grad(), use_backend("eager"):
-        exact = module(*exact_inputs)
+    inputs = [t.to(device).requires_grad_() for t in case.inputs]
+    forced = None if backend == "torch" else backend
+
+    def leaves() -> list[Tensor]:
+        return [*inputs, *(module.parameters() if isinstance(module, nn.Module) else ())]
+
+    def outcome(backend: str | None) -> list[Tensor]:
+        with use_backend(backend):
+            out = module(*inputs)
+            seed = torch.linspace(-1, 1, out.numel(), device=device).view(out.shape).to(out.dtype)
+            return [out.detach(), *torch.autograd.grad(out, leaves(), seed)]
+
+    exact = outcome("eager")
     if isinstance(module, nn.Module):
         module.to(dtype)
-    inputs = [t.to(dtype).requires_grad_() for t in exact_inputs]
-    forced = None if backend == "torch" else backend
-    with use_backend("eager"), torch.no_grad():
-        plain = _relative(module(*inputs), exact)
+    inputs = [t.detach().to(dtype).requires_grad_() for t in inputs]
+    plain = [relative_rmse(a, e) for a, e in zip(outcome("eager"), exact, strict=True)]
+    errors = [relative_rmse(a, e) for a, e in zip(outcome(forced), exact, strict=True)]
+    if not all(error <= 2 * allowed + 1e-5 for error, allowed in zip(errors, plain, strict=True)):
+        found = ", ".join(f"{error:.1e} ({allowed:.1e})" for error, allowed in zip(errors, plain, strict=True))
+        raise RuntimeError(f"not timed, because it is wrong: output and gradients are off by (plain by) {found}")
+    del exact  # else it would count as the operator's memory
     with use_backend(forced):
         with torch.no_grad():
             out = module(*inputs)
-            error = _relative(out, exact)
-            if not error <= 2 * plain + 1e-5:
-                raise RuntimeError(f"not timed, because it is wrong: off by {error:.1e}, plain PyTorch by {plain:.1e}")
             forward, graph = _called_and_in_graph(lambda: module(*inputs), device, seconds)
         seed = torch.randn_like(out)
-        leaves = [*inputs, *(module.parameters() if isinstance(module, nn.Module) else ())]
 
         def train() -> None:
-            torch.autograd.grad(module(*inputs), leaves, seed)
+            torch.autograd.grad(module(*inputs), leaves(), seed)
 
         training, training_graph = _called_and_in_graph(train, device, seconds)
         peak = peak_gb(train) if device == "cuda" else float("nan")
     limit = sum(t.numel() * t.element_size() for t in [*inputs, out]) / BANDWIDTH * 1e3
     label = (case.op, case.case, case.tokens, backend)
-    return OpRow(*label, forward, training, graph, training_graph, peak, limit, error)
+    return OpRow(*label, forward, training, graph, training_graph, peak, limit, errors[0], max(errors[1:]))
 
 
 def _called_and_in_graph(run: Callable[[], object], device: str, seconds: float) -> tuple[float, float]:
@@ -178,7 +188,3 @@ def _called_and_in_graph(run: Callable[[], object], device: str, seconds: float)
         with suppress(RuntimeError):  # what synchronises inside, as some of PyTorch's own backwards do, has no graph
             graph = median_ms(run, device, seconds, graph=True)
     return called, graph
-
-
-def _relative(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()

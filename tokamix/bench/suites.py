@@ -1,10 +1,14 @@
 """Which measurements belong together; one function runs them and writes their rows as CSV."""
 
 import csv
+import platform
 import re
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ OURS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 PEERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("deit_small_patch16_224", {}),
-    ("swin_tiny_patch4_window7_224", {}),
+    ("swin_tiny_patch4_window7_224", {"drop_path_rate": 0.0}),  # by default 0.1, and no two runs drop the same
     ("convnext_tiny", {}),
     ("xcit_small_12_p16_224", {}),
 )
@@ -34,21 +38,26 @@ LARGE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("convnext_tiny", {}),
 )
 
+H200 = ("ops", "scaling", "models")  # what docs/benchmarks.md is made of
+
 Measurement = tuple[str, Callable[[], Any]]  # a label, and what gives the row
 
 
 def _models(device: str) -> Iterator[Measurement]:
-    cases = [(name, mode, 224, 128, kwargs) for mode in ("infer", "train") for name, kwargs in (*OURS, *PEERS)]
-    cases += [(name, "infer", 1024, 8, kwargs) for name, kwargs in LARGE]
-    for compiled in ("default", "reduce-overhead"):  # the second replays CUDA graphs
+    """Ours without CUDA graphs, for their memory too; then all with them."""
+    small = [(name, mode, 224, 128, kwargs) for mode in ("infer", "train") for name, kwargs in (*OURS, *PEERS)]
+    large = [(name, "infer", 1024, 8, kwargs) for name, kwargs in LARGE]
+    ours = [case for case in small if case[0] in dict(OURS)]
+    for compiled, cases in (("default", ours), ("reduce-overhead", small + large)):
         for name, mode, size, batch, kwargs in cases:
             label = f"{name} {mode} {size} {compiled}"
             yield label, partial(models.measure, name, mode, size, batch, compiled, device=device, **kwargs)
 
 
-def _ops(cases: Callable[[], Iterator[ops.OpCase]], device: str) -> Iterator[Measurement]:
+def _ops(cases: Callable[[], Iterator[ops.OpCase]], device: str, plain: bool = True) -> Iterator[Measurement]:
     for case in cases():
-        for backend in case.backends if device == "cuda" else case.backends[-1:]:  # kernels need a GPU
+        kernels = case.backends if plain else case.backends[:1]
+        for backend in kernels if device == "cuda" else case.backends[-1:]:  # kernels need a GPU
             label = f"{case.op} {backend}: {case.case}, {case.tokens} tokens"
             yield label, partial(ops.measure, case, backend, device)
 
@@ -61,10 +70,21 @@ def _mixers(device: str) -> Iterator[Measurement]:
 
 SUITES: dict[str, Callable[[str], Iterator[Measurement]]] = {
     "ops": lambda device: _ops(ops.model_cases, device),
-    "scaling": lambda device: _ops(ops.scaling_cases, device),
+    "scaling": lambda device: _ops(ops.scaling_cases, device, plain=False),
     "models": _models,
     "mixers": _mixers,
 }
+
+
+def write_environment(output: Path, device: str) -> None:
+    """Write the day, the processor and the versions of a measurement to `output`/environment.txt."""
+    processor = platform.processor() or "CPU"
+    if device == "cuda":
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        processor = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    versions = " ".join(f"{name} {version(name)}" for name in ("torch", "triton", "timm") if find_spec(name))
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "environment.txt").write_text(f"{time.strftime('%d %B %Y')}\n{processor}\n{versions}\n")
 
 
 def run(suite: str, output: Path, device: str, only: str = "", say: Callable[[str], None] = print) -> Path:

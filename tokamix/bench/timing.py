@@ -6,6 +6,7 @@ from collections.abc import Callable
 from operator import attrgetter
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -72,3 +73,8 @@ def peak_gb(run: Callable[[], object]) -> float:
     run()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() / 1e9
+
+
+def relative_rmse(actual: Tensor, expected: Tensor) -> float:
+    """||actual - expected|| / ||expected||."""
+    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()

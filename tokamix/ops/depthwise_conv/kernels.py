@@ -298,8 +298,8 @@ def forward(
         plan = plan or plan_forward(x)
         tiles = batch * triton.cdiv(height, plan.rows) * triton.cdiv(width, plan.columns)
         _forward_kernel[(tiles, triton.cdiv(channels, plan.block_c))](
-            x, weight.contiguous(), weight if bias is None else bias.contiguous(), y, height, width, channels, plan.columns,
-            *x.stride(),
+            x, weight.contiguous(), weight if bias is None else bias.contiguous(), y, height, width, channels,
+            plan.columns, *x.stride(),
             HAS_BIAS=bias is not None, RESIDUAL=residual, GELU=gelu, EXACT=x.dtype == torch.float32, ROWS=plan.rows,
             BLOCK_C=plan.block_c, num_warps=plan.warps,
         )  # fmt: skip

@@ -44,12 +44,15 @@ def _product(b_x, b_y, b_sum):
 
 
 @triton.jit
-def _power_sum(b_x, POWER: tl.constexpr):
-    """What a block of tokens adds to each channel's norm, before the root."""
+def _power_sums(b_x, POWER: tl.constexpr, FOLD: tl.constexpr):
+    """What a block of tokens adds to each channel's norm, before the root, as FOLD sums (FOLD, BLOCK_D).
+
+    Every FOLD-th token lies in the same thread, so that a loop over blocks adds without an exchange between threads.
+    """
     b_x = b_x.to(tl.float32)
     if POWER == 2:
         b_x = b_x * b_x
-    return tl.sum(tl.abs(b_x), axis=0)
+    return tl.sum(tl.reshape(tl.abs(b_x), (b_x.shape[0] // FOLD, FOLD, b_x.shape[1])), axis=0)
 
 
 @triton.jit
@@ -96,21 +99,22 @@ def _apply(b_x, b_matrix):
 @triton.jit
 def _gather(
     p_q, p_k, p_v, p_do, q_n, k_n, do_n, NQ, NK, D, count,
-    POWER: tl.constexpr, BACKWARD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    POWER: tl.constexpr, BACKWARD: tl.constexpr, FOLD: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums over `count` tokens: kᵀ v, qᵀ do and the powers of q and k."""
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     b_kv = tl.zeros((BLOCK_D, BLOCK_D), tl.float32)
     b_qdo = tl.zeros((BLOCK_D, BLOCK_D), tl.float32)
-    b_q_sum = tl.zeros((BLOCK_D,), tl.float32)
-    b_k_sum = tl.zeros((BLOCK_D,), tl.float32)
+    b_q_sums = tl.zeros((FOLD, BLOCK_D), tl.float32)
+    b_k_sums = tl.zeros((FOLD, BLOCK_D), tl.float32)
     for n in tl.range(0, count, BLOCK_N, num_stages=STAGES):
         b_k = _load(p_k, o_n, NK - n, k_n, o_d, D)
         b_v = _load(p_v, o_n, NK - n, k_n, o_d, D)
         b_q = _load(p_q, o_n, NQ - n, q_n, o_d, D)
         b_kv = _product(b_k, b_v, b_kv)
-        b_k_sum += _power_sum(b_k, POWER)
-        b_q_sum += _power_sum(b_q, POWER)
+        b_k_sums += _power_sums(b_k, POWER, FOLD)
+        b_q_sums += _power_sums(b_q, POWER, FOLD)
         if BACKWARD:
             b_do = _load(p_do, o_n, NQ - n, do_n, o_d, D)
             b_qdo = _product(b_q, b_do, b_qdo)
@@ -118,7 +122,7 @@ def _gather(
         p_q += BLOCK_N * q_n
         p_k += BLOCK_N * k_n
         p_v += BLOCK_N * k_n
-    return b_kv, b_qdo, b_q_sum, b_k_sum
+    return b_kv, b_qdo, tl.sum(b_q_sums, axis=0), tl.sum(b_k_sums, axis=0)
 
 
 @triton.jit
@@ -200,7 +204,8 @@ def _forward_kernel(
     p_q, p_k, p_v, p_out,  # (B, NQ, H, D), (B, NK, H, D) twice, (B, NQ, H, D)
     q_b, q_n, q_h, k_b, k_n, k_h,
     H, NQ, NK, D, eps,
-    POWER: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    POWER: tl.constexpr, ONE_BLOCK: tl.constexpr, FOLD: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0)
     i_b, i_h = (i // H).to(tl.int64), (i % H).to(tl.int64)
@@ -214,12 +219,15 @@ def _forward_kernel(
         b_v = _load(p_v, o_n, NK, k_n, o_d, D)
         b_q = _load(p_q, o_n, NQ, q_n, o_d, D)
         b_kv = _product(b_k, b_v, tl.zeros((BLOCK_D, BLOCK_D), tl.float32))
-        b_m, _, _, _ = _weigh(b_kv, b_kv, _power_sum(b_q, POWER), _power_sum(b_k, POWER), eps, POWER, b_q.dtype)
+        b_q_sum = tl.sum(_power_sums(b_q, POWER, FOLD), axis=0)
+        b_k_sum = tl.sum(_power_sums(b_k, POWER, FOLD), axis=0)
+        b_m, _, _, _ = _weigh(b_kv, b_kv, b_q_sum, b_k_sum, eps, POWER, b_q.dtype)
         _store(p_out, _apply(b_q, _operand(b_m, b_q.dtype)), o_n, NQ, H * D, o_d, D)
     else:
         b_kv, b_qdo, b_q_sum, b_k_sum = _gather(
-            p_q, p_k, p_v, p_q, q_n, k_n, q_n, NQ, NK, D, tl.maximum(NQ, NK), POWER, False, BLOCK_N, BLOCK_D, STAGES
-        )
+            p_q, p_k, p_v, p_q, q_n, k_n, q_n, NQ, NK, D, tl.maximum(NQ, NK),
+            POWER, False, FOLD, BLOCK_N, BLOCK_D, STAGES,
+        )  # fmt: skip
         b_m, _, _, _ = _weigh(b_kv, b_qdo, b_q_sum, b_k_sum, eps, POWER, p_q.dtype.element_ty)
         _write_output(p_q, p_out, q_n, H * D, NQ, D, NQ, b_m, BLOCK_N, BLOCK_D, STAGES)
 
@@ -229,7 +237,7 @@ def _backward_kernel(
     p_do, p_q, p_k, p_v, p_dq, p_dk, p_dv,
     q_b, q_n, q_h, k_b, k_n, k_h, dq_b, dq_n, dq_h, dk_b, dk_n, dk_h,
     H, NQ, NK, D, eps,
-    POWER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    POWER: tl.constexpr, FOLD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0)
     i_b, i_h = (i // H).to(tl.int64), (i % H).to(tl.int64)
@@ -239,7 +247,7 @@ def _backward_kernel(
     p_v += i_b * k_b + i_h * k_h
     count = tl.maximum(NQ, NK)
     b_kv, b_qdo, b_q_sum, b_k_sum = _gather(
-        p_q, p_k, p_v, p_do, q_n, k_n, H * D, NQ, NK, D, count, POWER, True, BLOCK_N, BLOCK_D, STAGES
+        p_q, p_k, p_v, p_do, q_n, k_n, H * D, NQ, NK, D, count, POWER, True, FOLD, BLOCK_N, BLOCK_D, STAGES
     )
     b_m, b_p, b_q_slope, b_k_slope = _weigh(b_kv, b_qdo, b_q_sum, b_k_sum, eps, POWER, p_q.dtype.element_ty)
     _write_gradients(
@@ -257,7 +265,7 @@ def _gather_kernel(
     p_sums,  # (B * H, chunks, ROWS, BLOCK_D) float32; ROWS: kᵀ v, |q|, |k|, and for BACKWARD qᵀ do
     q_b, q_n, q_h, k_b, k_n, k_h,
     H, NQ, NK, D, chunks, chunk_size,
-    POWER: tl.constexpr, BACKWARD: tl.constexpr, ROWS: tl.constexpr,
+    POWER: tl.constexpr, BACKWARD: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0)
@@ -269,7 +277,7 @@ def _gather_kernel(
         p_k + i_b * k_b + i_h * k_h + at * k_n,
         p_v + i_b * k_b + i_h * k_h + at * k_n,
         p_do + ((i_b * NQ + at) * H + i_h) * D,
-        q_n, k_n, H * D, NQ - start, NK - start, D, count, POWER, BACKWARD, BLOCK_N, BLOCK_D, STAGES,
+        q_n, k_n, H * D, NQ - start, NK - start, D, count, POWER, BACKWARD, FOLD, BLOCK_N, BLOCK_D, STAGES,
     )  # fmt: skip
     o_d = tl.arange(0, BLOCK_D)
     p_sums += i.to(tl.int64) * ROWS * BLOCK_D
@@ -375,6 +383,11 @@ class Plan(NamedTuple):
     chunks: int = 1  # into how many the tokens are split; 1 is one launch
     registers: int | None = None  # at most, per thread: fewer let more programs share a multiprocessor
 
+    @property
+    def fold(self) -> int:
+        """How many tokens the threads of a program hold a row of each: four to a warp, in 16-byte pieces of 64."""
+        return min(self.block_n, 4 * self.warps)
+
     def options(self, dim: int) -> dict[str, int | None]:
         """The launch options that all kernels share."""
         return {
@@ -403,13 +416,14 @@ def choose_plan(heads: int, tokens: int, dim: int, dtype: torch.dtype, device: t
         block_n, warps, stages = 32, 8, 1
     elif backward:
         block_n, warps, stages = 64, 4, 3
-    else:  # where one block holds a head, q is read once; padding from 48 to 64 channels undoes that
-        most = 256 if dim == 64 and tokens <= 256 else 128
-        block_n, warps, stages = min(most, max(16, triton.next_power_of_2(tokens))), 4, 1
+    elif dim == 64 and 128 < tokens <= 256:  # three programs to a multiprocessor; one block for a head would be two
+        return Plan(64, 4, 3, registers=168)
+    else:
+        block_n, warps, stages = min(128, max(16, triton.next_power_of_2(tokens))), 4, 1
     if tokens <= 512 or heads >= 1.5 * _processors(device):
         return Plan(block_n, warps, stages)
-    if not backward and block_n > 32:
-        block_n, warps, stages = 64, 4, 3
+    if not backward and block_n > 32:  # two programs to a multiprocessor, with many loads under way
+        return Plan(64, 4, 4, max(1, 2 * _processors(device) // heads))
     return Plan(block_n, warps, stages, triton.cdiv(4 * _processors(device), heads))
 
 
@@ -435,7 +449,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, norm: str | None, eps: float, plan:
     if plan.chunks == 1:
         _forward_kernel[(batch * heads,)](
             q, k, v, out, *q.stride()[:3], *k.stride()[:3], heads, nq, nk, dim, eps,
-            POWER=power, ONE_BLOCK=max(nq, nk) <= plan.block_n, **options,
+            POWER=power, ONE_BLOCK=max(nq, nk) <= plan.block_n, FOLD=plan.fold, **options,
         )  # fmt: skip
     else:
         small = _small_matrices(q, q, k, v, power, eps, plan, backward=False)
@@ -459,7 +473,7 @@ def backward(
     strides = *q.stride()[:3], *k.stride()[:3], *dq.stride()[:3], *dk.stride()[:3]
     if plan.chunks == 1:
         _backward_kernel[(batch * heads,)](
-            do, q, k, v, dq, dk, dv, *strides, heads, nq, nk, dim, eps, POWER=power, **options
+            do, q, k, v, dq, dk, dv, *strides, heads, nq, nk, dim, eps, POWER=power, FOLD=plan.fold, **options
         )
     else:
         small = _small_matrices(do, q, k, v, power, eps, plan, backward=True)
@@ -483,7 +497,7 @@ def _small_matrices(
     small = buffer[chunks]
     _gather_kernel[(batch * heads * chunks,)](
         do, q, k, v, buffer, *q.stride()[:3], *k.stride()[:3], heads, nq, nk, dim, chunks, size,
-        POWER=power, BACKWARD=backward, ROWS=rows, **plan.options(dim),
+        POWER=power, BACKWARD=backward, ROWS=rows, FOLD=plan.fold, **plan.options(dim),
     )  # fmt: skip
     _combine_kernel[(batch * heads, block_d // 16)](
         q, buffer, small, chunks, eps, POWER=power, BACKWARD=backward, ROWS=rows, BLOCK_R=16, BLOCK_D=block_d
