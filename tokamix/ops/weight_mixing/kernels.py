@@ -620,7 +620,8 @@ class Plan:
         self.mix_block = min(self.block_all, 64 if small else 32)
         self.mix_warps = max(1, self.block_d // 32) if small else 4
         self.mix_backward_rows = min(self.block_all, 128)
-        self.mix_backward_block = min(self.block_all, 64 if small else 32)
+        # not 128 rows, 32 columns and heads wider than 32: of that Triton 3.6 makes code that is wrong on an H200
+        self.mix_backward_block = min(self.block_all, 64 if small or self.block_d > 32 else 32)
         self.mix_backward_warps = 4 if self.mix_backward_rows <= 64 else 8
         # the accumulator (block_k, compose_m) must stay in registers
         self.compose_m = min(self.block_all, (16384 if half else 4096) // self.block_k)
