@@ -349,24 +349,26 @@ def _mix_backward_kernel(
         valid = (o_n < N)[:, None] & (o_m < PITCH)[None, :]
         p = p_logits + (i_p * N + o_n[:, None]) * PITCH + o_m[None, :]
         b_w = tl.load(p, mask=valid, other=0.0).to(tl.float32)
-        b_grad_w = tl.dot(b_v, tl.trans(b_grad), input_precision="ieee")
         if ACTIVATION == "softmax":
-            b_out = tl.load(p_out + o_dst, mask=m_dst, other=0.0)
             b_lse = tl.load(p_lse + i_p * N + o_m, mask=o_m < N, other=0.0)
-            b_delta = tl.sum(b_out.to(tl.float32) * b_grad.to(tl.float32), axis=1)
             b_w = tl.exp2(b_w * LOG2_E - b_lse[None, :])
-            b_slope = b_w * (b_grad_w - b_delta[None, :])
         elif ACTIVATION == "sigmoid":
             b_w = 1 / (1 + tl.exp2(-b_w * LOG2_E))
-            b_slope = b_w * (1 - b_w) * b_grad_w
-        else:
-            b_slope = b_grad_w
         allowed = (o_n < N)[:, None] & (o_m < N)[None, :]
         if MASKED:
             allowed &= side_src[:, None] == side_dst[None, :]
         b_w = tl.where(allowed, b_w, 0.0)
+        # first, as nothing waits for it: the wait for the other product covers both. Triton 3.6 would else fetch the
+        # next gradients over those that tensor cores still read.
+        b_grad_v = tl.dot(b_w.to(b_grad.dtype), b_grad, b_grad_v, input_precision="ieee")
+        b_slope = tl.dot(b_v, tl.trans(b_grad), input_precision="ieee")
+        if ACTIVATION == "softmax":
+            b_out = tl.load(p_out + o_dst, mask=m_dst, other=0.0)
+            b_delta = tl.sum(b_out.to(tl.float32) * b_grad.to(tl.float32), axis=1)
+            b_slope = b_w * (b_slope - b_delta[None, :])
+        elif ACTIVATION == "sigmoid":
+            b_slope *= b_w * (1 - b_w)
         tl.store(p, tl.where(allowed, b_slope, 0.0).to(p_logits.dtype.element_ty), mask=valid)
-        b_grad_v += tl.dot(b_w.to(b_grad.dtype), b_grad, input_precision="ieee")
     tl.store(p_grad_v + o_src, b_grad_v.to(p_grad_v.dtype.element_ty), mask=m_src)
 
 
@@ -389,16 +391,16 @@ def _mix_backward_tile(
     b_grad = tl.load(p_grad + o_dst, mask=m_dst, other=0.0)
     b_out = tl.load(p_out + o_dst, mask=m_dst, other=0.0)
     b_delta = tl.sum(b_out.to(tl.float32) * b_grad.to(tl.float32), axis=1)
-    b_grad_w = tl.dot(b_v, tl.trans(b_grad))
     b_w = tl.exp2(b_w.to(tl.float32) * LOG2_E - b_lse[None, :])
     if not INSIDE:
         b_w = tl.where((o_n < N)[:, None] & (o_m < N)[None, :], b_w, 0.0)
-    b_slope = (b_w * (b_grad_w - b_delta[None, :])).to(p_logits.dtype.element_ty)
+    b_grad_v = tl.dot(b_w.to(b_grad.dtype), b_grad, b_grad_v)  # first, as in `_mix_backward_kernel`
+    b_slope = (b_w * (tl.dot(b_v, tl.trans(b_grad)) - b_delta[None, :])).to(p_logits.dtype.element_ty)
     if INSIDE:
         tl.store(p, b_slope)
     else:
         tl.store(p, b_slope, mask=valid)
-    return tl.dot(b_w.to(b_grad.dtype), b_grad, b_grad_v)
+    return b_grad_v
 
 
 @triton.jit
@@ -620,8 +622,7 @@ class Plan:
         self.mix_block = min(self.block_all, 64 if small else 32)
         self.mix_warps = max(1, self.block_d // 32) if small else 4
         self.mix_backward_rows = min(self.block_all, 128)
-        # not 128 rows, 32 columns and heads wider than 32: of that Triton 3.6 makes code that is wrong on an H200
-        self.mix_backward_block = min(self.block_all, 64 if small or self.block_d > 32 else 32)
+        self.mix_backward_block = min(self.block_all, 64 if small else 32)
         self.mix_backward_warps = 4 if self.mix_backward_rows <= 64 else 8
         # the accumulator (block_k, compose_m) must stay in registers
         self.compose_m = min(self.block_all, (16384 if half else 4096) // self.block_k)
