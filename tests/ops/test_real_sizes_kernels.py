@@ -21,7 +21,7 @@ Pair = tuple[int, int]
 @pytest.mark.parametrize("window", [(7, 7), (9, 9), (14, 14), (16, 16)])
 @pytest.mark.parametrize("dim", [16, 24, 32, 48, 64, 128])
 def test_weight_mixing(dim: int, window: Pair, shift: int, dtype: torch.dtype) -> None:
-    grid, entries, heads = (window[0], 2 * window[1]), 18, 3
+    grid, entries, heads = (window[0], 2 * window[1]), 36 if window[0] == 14 else 18, 3
     displacements = math.prod(2 * side - 1 for side in window)
     v, policy = torch.randn(2, math.prod(grid), heads, dim), 0.5 * torch.randn(2, math.prod(grid), entries, heads)
     inputs = v, policy, 0.5 * torch.randn(entries, displacements)
