@@ -43,8 +43,9 @@ VARIANTS = {
         "compose_warps": (4, 8),
         "compose_programs": (1024, 4096),
     },
-    "mix": {"mix_block": (16, 32, 64), "mix_warps": (1, 2, 4, 8)},
+    "mix": {"tiled": (False,), "mix_block": (16, 32, 64), "mix_warps": (1, 2, 4, 8)},
     "mix_backward": {
+        "tiled": (False,),
         "mix_backward_rows": (64, 128, 256),
         "mix_backward_block": (32, 64),
         "mix_backward_warps": (4, 8),

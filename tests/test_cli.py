@@ -44,10 +44,11 @@ def test_info() -> None:
     ],
 )
 def test_info_on_a_forced_backend(backend: str, says: str) -> None:
-    environment = {**os.environ, "TOKAMIX_BACKEND": backend, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": ""}
+    forced = {"TOKAMIX_BACKEND": backend, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
     command = [sys.executable, "-m", "tokamix.cli", "info"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, env={**os.environ, **forced}, capture_output=True, text=True, check=False)
     assert says in result.stdout + result.stderr
+    assert result.returncode == (backend == "bogus")
 
 
 def test_demo(tmp_path) -> None:

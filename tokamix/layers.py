@@ -37,10 +37,21 @@ class MapConv(nn.Conv2d):
 
     def _is_heavy(self, image: Tensor) -> bool:
         """Whether a CPU would spend its time on rearranging kernels, which a convolution does at each call."""
-        if image.device.type != "cpu" or self.groups > 1 or isinstance(self.padding, str):
+        if (
+            image.device.type != "cpu"
+            or self.groups > 1
+            or isinstance(self.padding, str)
+            or self.padding_mode != "zeros"
+        ):
             return False
-        plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or dispatch.is_exporting()
-        return not plain and self.weight.numel() > 4 * image.numel() * self.out_channels // self.in_channels
+        if (
+            torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or dispatch.is_exporting()
+            or torch.jit.is_tracing()
+        ):
+            return False
+        return self.weight[0].numel() > 4 * image[:, 0].numel()
 
     def _as_product(self, image: Tensor) -> Tensor:
         padding: Any = self.padding
@@ -142,7 +153,7 @@ class Layers(nn.Sequential):
     def reparameterize(self) -> None:
         """Fold each BatchNorm that follows a convolution or a Linear layer."""
         for i, (layer, norm) in enumerate(pairwise(list(self))):
-            if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)):
                 self[i + 1] = fold_back(layer, norm)
 
 
@@ -159,14 +170,16 @@ class MapLayers(Layers):
         return x
 
 
-def fold_back(layer: nn.Conv2d | nn.Linear, norm: nn.Module) -> nn.Module:
+def fold_back(layer: nn.Conv2d | nn.ConvTranspose2d | nn.Linear, norm: nn.Module) -> nn.Module:
     """Give the layer before a BatchNorm its work, and return what is left in its place."""
     if not isinstance(norm, BatchNorm):
         return norm
     scale, shift = _scale_and_shift(norm)
+    axis = 1 if isinstance(layer, nn.ConvTranspose2d) else 0
+    shape = [-1 if i == axis else 1 for i in range(layer.weight.ndim)]
     with torch.no_grad():
-        layer.weight.mul_(scale.view(-1, *[1] * (layer.weight.ndim - 1)))
-        layer.bias = nn.Parameter(shift if layer.bias is None else layer.bias * scale + shift)
+        layer.weight.mul_(scale.view(shape))
+        _set_bias(layer, shift if layer.bias is None else layer.bias * scale + shift)
     return nn.Identity()
 
 
@@ -176,21 +189,25 @@ def fold_ahead(norm: nn.Module, layer: nn.Linear) -> nn.Module:
         return norm
     scale, shift = _scale_and_shift(norm)
     with torch.no_grad():
-        shift = layer.weight @ shift
-        layer.bias = nn.Parameter(shift if layer.bias is None else layer.bias + shift)
+        shift = layer.weight.to(shift.dtype) @ shift
+        _set_bias(layer, shift if layer.bias is None else layer.bias + shift)
         layer.weight.mul_(scale)
     return nn.Identity()
 
 
+def _set_bias(layer: nn.Module, bias: Tensor) -> None:
+    weight: Any = layer.weight
+    layer.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=weight.requires_grad)
+
+
 @torch.no_grad()
 def _scale_and_shift(norm: BatchNorm) -> tuple[Tensor, Tensor]:
-    """What a BatchNorm does to each channel once its statistics are fixed."""
-    if norm.training:
-        raise ValueError("a BatchNorm that still learns its statistics cannot be folded: call model.eval() first")
+    """What a BatchNorm does to each channel in evaluation, at least in float32."""
     mean, variance = norm.running_mean, norm.running_var
     assert mean is not None
     assert variance is not None
-    scale = norm.weight * (variance + norm.eps).rsqrt()
+    wide = torch.promote_types(variance.dtype, torch.float32)
+    scale = norm.weight.to(wide) * (variance.to(wide) + norm.eps).rsqrt()
     return scale, norm.bias - mean * scale
 
 

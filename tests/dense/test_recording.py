@@ -46,7 +46,7 @@ def assert_same(got: Tensor | list, expected: Tensor | list) -> None:
         torch.testing.assert_close(a["scores"], scores, rtol=1e-4, atol=1e-5)
         apart = (scores[:-1] - scores[1:] > 1e-4).float()  # others may change places
         alone = torch.cat([apart.new_ones(1), apart]) * torch.cat([apart, apart.new_zeros(1)]) > 0
-        assert alone.sum() > 2
+        assert alone.sum() > 2  # few in bfloat16, where many scores are equal
         torch.testing.assert_close(a["boxes"][alone], b["boxes"][alone], rtol=1e-3, atol=1e-2)
         torch.testing.assert_close(a["labels"][alone], b["labels"][alone])
         if "masks" in b:

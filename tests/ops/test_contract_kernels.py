@@ -70,6 +70,29 @@ def test_torch_func(name: str) -> None:
     torch.testing.assert_close(got, torch.autograd.grad(op(*leaves).sin().sum(), leaves))
 
 
+def test_gradients_of_gradients(poison_empty: None) -> None:
+    """Right, or refused: never silently without a part."""
+    x = torch.randn(2, 6, 8, device=DEVICE, requires_grad=True)
+    results = []
+    for backend in ("eager", "triton"):
+        y = ops.broadcast_context(x.sin(), backend=backend)
+        (slope,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
+        results.append(torch.autograd.grad((slope**2).sum(), x)[0])
+    torch.testing.assert_close(*results)
+    qkv = torch.randn(2, 7, 3, 2, 16, device=DEVICE, requires_grad=True)
+    out = ops.sima_self_attention(qkv.sin(), backend="triton")
+    (slope,) = torch.autograd.grad((out**2).sum(), qkv, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered|does not require grad"):
+        torch.autograd.grad((slope**2).sum(), qkv)
+
+
+def test_traced() -> None:
+    x = torch.randn(2, 6, 8, device=DEVICE)
+    traced = torch.jit.trace(lambda x: ops.broadcast_context(x, backend="triton"), x, check_trace=False)
+    other = torch.randn(2, 6, 8, device=DEVICE)
+    torch.testing.assert_close(traced(other), ops.broadcast_context(other, backend="eager"))
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_says_why_it_runs_eagerly(name: str, caplog: pytest.LogCaptureFixture) -> None:
     inputs = [x.detach().double() for x in make(name)]

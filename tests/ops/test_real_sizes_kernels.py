@@ -28,6 +28,13 @@ def test_weight_mixing(dim: int, window: Pair, shift: int, dtype: torch.dtype) -
     assert_kernel_close(ops.bank_mixing, inputs, dtype, grid=grid, window=window, shift=(shift, shift))
 
 
+@pytest.mark.parametrize("dim", [16, 32, 64])
+def test_weight_mixing_of_many_pairs(dim: int) -> None:
+    """So many that every program works in several steps."""
+    inputs = torch.randn(96, 196, 24, dim), 0.5 * torch.randn(96, 196, 36, 24), 0.5 * torch.randn(36, 27 * 27)
+    assert_kernel_close(ops.bank_mixing, inputs, torch.bfloat16, grid=(14, 14))
+
+
 @DTYPES
 @pytest.mark.parametrize("activation", ["identity", "sigmoid"])
 @pytest.mark.parametrize("dim", [32, 64])
@@ -41,6 +48,10 @@ def test_other_activations(dim: int, activation: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dim", [16, 32, 48, 64, 96, 128])
 def test_sima(dim: int, tokens: int, dtype: torch.dtype) -> None:
     assert_kernel_close(ops.sima_attention, tuple(torch.randn(3, 2, 3, tokens, dim)), dtype)
+
+
+def test_sima_of_many_tokens() -> None:
+    assert_kernel_close(ops.sima_attention, tuple(torch.randn(3, 8, 6, 16_384, 64)), torch.bfloat16)
 
 
 def around_cells(x: Tensor, cell: Pair, backend: str) -> Tensor:

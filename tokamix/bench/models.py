@@ -73,10 +73,9 @@ def measure(
     labels = torch.randint(model.num_classes, (batch,), device=device)
     torch.compiler.reset()
     if mode == "infer":
-        reparameterize_model(model, inplace=True)
         with torch.no_grad(), use_backend("eager"):
             exact = model(images[:CHECKED])
-            model, images = model.to(half), images.to(half)
+            model, images = reparameterize_model(model, inplace=True).to(half), images.to(half)
             plain = model(images[:CHECKED])
     call = torch.compile(model, mode=compiled) if compiled else model
 

@@ -3,6 +3,7 @@
 import csv
 import platform
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tokamix.bench import models, ops
 from tokamix.mixers import list_mixers
@@ -56,8 +59,8 @@ def _models(device: str) -> Iterator[Measurement]:
 
 def _ops(cases: Callable[[], Iterator[ops.OpCase]], device: str, plain: bool = True) -> Iterator[Measurement]:
     for case in cases():
-        kernels = case.backends if plain else case.backends[:1]
-        for backend in kernels if device == "cuda" else case.backends[-1:]:  # kernels need a GPU
+        backends = case.backends if plain else case.backends[:1]
+        for backend in backends if device == "cuda" else case.backends[-1:]:  # kernels need a GPU
             label = f"{case.op} {backend}: {case.case}, {case.tokens} tokens"
             yield label, partial(ops.measure, case, backend, device)
 
@@ -80,8 +83,11 @@ def write_environment(output: Path, device: str) -> None:
     """Write the day, the processor and the versions of a measurement to `output`/environment.txt."""
     processor = platform.processor() or "CPU"
     if device == "cuda":
-        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        processor = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+        processor = torch.cuda.get_device_name()
+        if shutil.which("nvidia-smi"):
+            query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+            driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+            processor += f", {driver[0]}"
     versions = " ".join(f"{name} {version(name)}" for name in ("torch", "triton", "timm") if find_spec(name))
     output.mkdir(parents=True, exist_ok=True)
     (output / "environment.txt").write_text(f"{time.strftime('%d %B %Y')}\n{processor}\n{versions}\n")

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tokamix.layers import Layers
+
 
 def taps(depth: int) -> tuple[int, ...]:
     """The four blocks whose tokens are taken, 0-based: 4, 6, 8 and 12 of 12 blocks, and in proportion of others."""
@@ -36,7 +38,7 @@ class VitPyramid(nn.Module):
         self.channels: tuple[int, ...] = (dim,) * 4
         self.strides: tuple[int, ...] = (4, 8, 16, 32)
         # BatchNorm here and in the heads: the papers synchronise it over processes, which training does by conversion
-        four = nn.Sequential(
+        four = Layers(
             nn.ConvTranspose2d(dim, dim, 2, stride=2),
             nn.BatchNorm2d(dim),
             nn.GELU(),

@@ -85,7 +85,8 @@ def why_not(*tensors: Tensor) -> str | None:
 def unobserved(*tensors: Tensor) -> bool:
     """Whether this is a plain call, with no compiler, tracer, counter or tensor subclass that looks for operators."""
     plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
-    return plain and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode()
+    watched = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode()
+    return plain and not watched and not torch._C._are_functorch_transforms_active()
 
 
 def is_exporting() -> bool:

@@ -13,8 +13,9 @@ def autocast_enabled(x: Tensor) -> bool:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype matrix products on x run in: autocast's where it is on, else x's own."""
-    return torch.get_autocast_dtype(x.device.type) if autocast_enabled(x) else x.dtype
+    """The dtype matrix products on x run in: autocast's where it is on, else x's own. It leaves float64 alone."""
+    wide = x.dtype == torch.float64 or not autocast_enabled(x)
+    return x.dtype if wide else torch.get_autocast_dtype(x.device.type)
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[Any]:

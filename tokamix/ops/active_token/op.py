@@ -51,9 +51,10 @@ def active_gather_axes(x: Tensor, offset: Tensor | Plan, backend: str | None = N
     Returns:
         What was seen along the width and along the height, (B, H, W, C) each.
     """
+    if isinstance(offset, Plan):
+        dispatch.choose("active_gather_axes", x, backend=backend, limit="a plan is for plain PyTorch")
     plan = plan_gather_axes(x, offset, backend) if isinstance(offset, Tensor) else offset
     if isinstance(plan, Plan):
-        dispatch.choose("active_gather_axes", x, backend=backend, limit="a plan is for plain PyTorch")
         return reference.active_gather_axes(x, plan)
     along_width, along_height = torch.ops.tokamix.active_gather(x, plan, [2, 1])
     return along_width, along_height

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tokamix.ops import dispatch
 from tokamix.ops.context_broadcast import reference
@@ -45,8 +44,7 @@ def broadcast_context(
     if torch.compiler.is_compiling():
         better = "torch.compile fuses it with its neighbours, which a kernel of ours cannot"
     if dispatch.choose("broadcast_context", x, backend=backend, limit=limit, better=better) == "triton":
-        run = _Direct.apply if dispatch.unobserved(x) else torch.ops.tokamix.broadcast_context
-        broadcast = run(x, scale)
+        broadcast = _run(x, scale)
     elif kind == "gate":
         return reference.gate(x)
     else:
@@ -60,6 +58,11 @@ def _limit(x: Tensor, kind: str) -> str | None:
     if x.shape[1] > MOST_TOKENS:
         return f"a grid of programs holds {MOST_TOKENS:,} tokens, not {x.shape[1]:,}"
     return None
+
+
+def _run(x: Tensor, scale: Tensor | None) -> Tensor:
+    plain = dispatch.unobserved(x) if scale is None else dispatch.unobserved(x, scale)
+    return _Direct.apply(x, scale) if plain else torch.ops.tokamix.broadcast_context(x, scale)
 
 
 @torch.library.custom_op("tokamix::broadcast_context", mutates_args=())
@@ -108,9 +111,6 @@ class _Direct(torch.autograd.Function):
         return kernels.broadcast_context(x, scale)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Gradients of x and scale."""
-        from tokamix.ops.context_broadcast import kernels
-
-        return kernels.broadcast_context(grad, ctx.saved_tensors[1]), _grad_scale(grad, *ctx.saved_tensors)
+        """Gradients of x and scale, which can be differentiated again."""
+        return _run(grad, ctx.saved_tensors[1]), _grad_scale(grad, *ctx.saved_tensors)

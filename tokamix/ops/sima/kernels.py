@@ -388,7 +388,7 @@ class Plan(NamedTuple):
 
     @property
     def fold(self) -> int:
-        """How many tokens the threads of a program hold a row of each: four to a warp, in 16-byte pieces of 64."""
+        """Into how many sums a channel's norm is split; see `_power_sums`. For 64 channels of 2 bytes each is a thread's."""
         return min(self.block_n, 4 * self.warps)
 
     def options(self, dim: int) -> dict[str, int | None]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tokamix.ops import dispatch
 from tokamix.ops.sima import reference
@@ -199,10 +198,12 @@ class _Direct(torch.autograd.Function):
         return _forward(q, k, v, ctx.norm, ctx.eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the tensors."""
         tensors = ctx.saved_tensors
+        if torch.is_grad_enabled() or not dispatch.unobserved(grad):
+            # to be differentiated again, which the registered operators say they cannot be
+            return _differentiate_self(ctx, grad) if len(tensors) == 1 else _differentiate(ctx, grad)
         grads = [x.new_empty(x.shape) for x in tensors]
         inputs, outputs = (x[0].unbind(2) if len(tensors) == 1 else x for x in (tensors, grads))
         _backward(grad, inputs, outputs, ctx.norm, ctx.eps)
