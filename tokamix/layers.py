@@ -37,19 +37,9 @@ class MapConv(nn.Conv2d):
 
     def _is_heavy(self, image: Tensor) -> bool:
         """Whether a CPU would spend its time on rearranging kernels, which a convolution does at each call."""
-        if (
-            image.device.type != "cpu"
-            or self.groups > 1
-            or isinstance(self.padding, str)
-            or self.padding_mode != "zeros"
-        ):
-            return False
-        if (
-            torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
-            or dispatch.is_exporting()
-            or torch.jit.is_tracing()
-        ):
+        plain = self.groups == 1 and not isinstance(self.padding, str) and self.padding_mode == "zeros"
+        recorded = torch.compiler.is_compiling() or dispatch.is_exporting() or torch.jit.is_tracing()
+        if image.device.type != "cpu" or not plain or recorded or torch.is_grad_enabled():
             return False
         return self.weight[0].numel() > 4 * image[:, 0].numel()
 

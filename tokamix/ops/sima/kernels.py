@@ -388,7 +388,7 @@ class Plan(NamedTuple):
 
     @property
     def fold(self) -> int:
-        """Into how many sums a channel's norm is split; see `_power_sums`. For 64 channels of 2 bytes each is a thread's."""
+        """Into how many sums a channel's norm is split: of 64 channels in half precision, each is one thread's."""
         return min(self.block_n, 4 * self.warps)
 
     def options(self, dim: int) -> dict[str, int | None]:
