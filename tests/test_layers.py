@@ -85,7 +85,7 @@ def test_heavy_convolutions_are_products(options: dict[str, object], batch: int)
     conv = MapConv(48, 96, 3, **options).double()
     x = torch.randn(batch, 7, 6, 48, dtype=torch.float64)
     expected = conv(x)  # with gradients: as a convolution
-    with torch.no_grad():
+    with torch.inference_mode():
         assert conv._is_heavy(x.permute(0, 3, 1, 2)) == (batch == 1)
         torch.testing.assert_close(conv(x), expected.detach())
         assert conv(x).stride() == expected.stride()

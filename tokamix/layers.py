@@ -39,7 +39,8 @@ class MapConv(nn.Conv2d):
         """Whether a CPU would spend its time on rearranging kernels, which a convolution does at each call."""
         plain = self.groups == 1 and not isinstance(self.padding, str) and self.padding_mode == "zeros"
         recorded = torch.compiler.is_compiling() or dispatch.is_exporting() or torch.jit.is_tracing()
-        if image.device.type != "cpu" or not plain or recorded or torch.is_grad_enabled():
+        # in inference mode alone: a checkpoint's first pass has no gradients either, and must do what its second does
+        if image.device.type != "cpu" or not plain or recorded or not torch.is_inference_mode_enabled():
             return False
         return self.weight[0].numel() > 4 * image[:, 0].numel()
 

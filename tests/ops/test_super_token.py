@@ -196,7 +196,7 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="at least one iteration, got n_iter=0"):
         super_token_sample(x, (2, 2), n_iter=0)
     tokens, association = super_token_sample(x, (2, 2))
-    with pytest.raises(ValueError, match=r"goes with super tokens of grid \(2, 2\), got \(1, 4, 4, 4\)"):
+    with pytest.raises(ValueError, match=r"goes with super tokens \(1, 2, 2, C\), got \(1, 4, 4, 4\)"):
         super_token_scatter(tokens, association, (4, 4))
     with pytest.raises(RuntimeError, match="cannot run on the triton backend"):
         super_token_sample(x, (2, 2), backend="triton")
