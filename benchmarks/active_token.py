@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchvision.ops import deform_conv2d
 
 import tokamix
-from tokamix.bench.timing import median_ms, peak_gb, print_costs
+from tokamix.bench.timing import median_ms, peak_gb, print_costs, relative_rmse
 from tokamix.mixers import ActiveTokenMixer
 from tokamix.ops import active_gather_axes
 
@@ -64,10 +64,7 @@ def errors(shape: tuple[int, ...], spread: float, dtype: torch.dtype) -> str:
         seeds = [o.detach().roll(1, 0).sin() for o in outs]
         results.append([*outs, *torch.autograd.grad(outs, leaves, seeds)])
 
-    def relative(actual: Tensor, expected: Tensor) -> float:
-        return ((actual.double() - expected).norm() / expected.norm()).item()
-
-    pairs = [(relative(k, e), relative(p, e)) for e, p, k in zip(*results, strict=True)]
+    pairs = [(relative_rmse(k, e), relative_rmse(p, e)) for e, p, k in zip(*results, strict=True)]
     bad = [k for k, p in pairs if not k <= max(2 * p, 1e-5)]
     return ("WRONG " if bad else "ok ") + "  ".join(f"{k:.1e}/{p:.1e}" for k, p in pairs)
 

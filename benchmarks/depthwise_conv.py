@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
+from tokamix.bench.timing import relative_rmse
 from tokamix.ops import depthwise_conv
 from tokamix.ops.depthwise_conv import kernels
 from tokamix.ops.depthwise_conv.kernels import Plan
@@ -107,12 +108,10 @@ def errors() -> None:
                 out = depthwise_conv(*own, residual=True, gelu=gelu, backend=backend)
                 seed = torch.linspace(-1, 1, out.numel(), device="cuda").view(out.shape).to(cast)
                 results.append((out, *torch.autograd.grad(out, own, seed)))
-            line = " ".join(f"{error(k, e):.1e} ({error(p, e):.1e})" for e, p, k in zip(*results, strict=True))
+            line = " ".join(
+                f"{relative_rmse(k, e):.1e} ({relative_rmse(p, e):.1e})" for e, p, k in zip(*results, strict=True)
+            )
             print(f"error {str(dtype)[6:]:9s} gelu {gelu!s:5s}: {line}")
-
-
-def error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 def table() -> None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.testing import do_bench, do_bench_cudagraph
 
+from tokamix.bench.timing import relative_rmse
 from tokamix.ops import sima_attention, sima_self_attention
 from tokamix.ops.sima import kernels
 from tokamix.ops.sima.kernels import Plan
@@ -122,13 +123,10 @@ def errors() -> None:
                 results.append((out, *torch.autograd.grad(out, x, seed.to(x.dtype))))
             exact, plain, kernel = results
             line = " ".join(
-                f"{error(k, e):.1e} ({error(p, e):.1e})" for e, p, k in zip(exact, plain, kernel, strict=True)
+                f"{relative_rmse(k, e):.1e} ({relative_rmse(p, e):.1e})"
+                for e, p, k in zip(exact, plain, kernel, strict=True)
             )
             print(f"error {str(dtype)[6:]:9s} N {tokens:5d} D {dim:3d}: {line}")
-
-
-def error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 def table() -> None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from timm.utils import reparameterize_model
 from torch import Tensor, nn
 
-from tokamix.bench.timing import print_costs
+from tokamix.bench.timing import print_costs, relative_rmse
 from tokamix.mixers import SuperTokenAttention
 from tokamix.ops import super_token_sample, super_token_scatter
 
@@ -90,12 +90,10 @@ def errors() -> None:
                 out = super_token_scatter(tokens, association, cell, backend=backend)
                 seed = torch.linspace(-1, 1, out.numel(), device="cuda").view(out.shape).to(cast)
                 results.append((tokens, association, out, *torch.autograd.grad(out, leaf, seed)))
-            line = " ".join(f"{error(k, e):.1e} ({error(p, e):.1e})" for e, p, k in zip(*results, strict=True))
+            line = " ".join(
+                f"{relative_rmse(k, e):.1e} ({relative_rmse(p, e):.1e})" for e, p, k in zip(*results, strict=True)
+            )
             print(f"error {str(dtype)[6:]:9s} {shape!s:18s}: {line}")
-
-
-def error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 def table() -> None:

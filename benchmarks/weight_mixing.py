@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
 import tokamix
-from tokamix.bench.timing import median_ms, peak_gb
+from tokamix.bench.timing import median_ms, peak_gb, relative_rmse
 from tokamix.mixers import WeightMixing
 from tokamix.models.amixer import RELEASED
 from tokamix.ops import bank_mixing
@@ -151,12 +151,8 @@ def error(dtype: torch.dtype, case: str) -> str:
         out = bank_mixing(*leaves, *options, backend=backend)
         seed = torch.linspace(-1, 1, out.numel(), device="cuda").view(out.shape).to(cast)
         results.append((out, *torch.autograd.grad(out, leaves, seed)))
-    line = "  ".join(f"{relative(k, e):.1e} ({relative(p, e):.1e})" for e, p, k in zip(*results, strict=True))
+    line = "  ".join(f"{relative_rmse(k, e):.1e} ({relative_rmse(p, e):.1e})" for e, p, k in zip(*results, strict=True))
     return f"error {str(dtype)[6:]:9s} {case:13s}: {line}"
-
-
-def relative(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 def table() -> None:

@@ -79,18 +79,14 @@ SUITES: dict[str, Callable[[str], Iterator[Measurement]]] = {
 }
 
 
-def write_environment(output: Path, device: str) -> None:
-    """Write the day, the processor and the versions of a measurement to `output`/environment.txt."""
-    processor = platform.processor() or "CPU"
-    if device == "cuda":
-        processor = torch.cuda.get_device_name()
-        if shutil.which("nvidia-smi"):
-            query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-            driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
-            processor += f", {driver[0]}"
+def environment(device: str) -> str:
+    """The day, the processor and the versions of a measurement, a line each."""
+    processor = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "CPU"
+    if device == "cuda" and shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        processor += ", " + subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
     versions = " ".join(f"{name} {version(name)}" for name in ("torch", "triton", "timm") if find_spec(name))
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "environment.txt").write_text(f"{time.strftime('%d %B %Y')}\n{processor}\n{versions}\n")
+    return f"{time.strftime('%d %B %Y')}\n{processor}\n{versions}\n"
 
 
 def run(suite: str, output: Path, device: str, only: str = "", say: Callable[[str], None] = print) -> Path:

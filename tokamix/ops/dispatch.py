@@ -82,9 +82,9 @@ def why_not(*tensors: Tensor) -> str | None:
     return None
 
 
-def unobserved(*tensors: Tensor) -> bool:
+def unobserved(*tensors: Tensor | None) -> bool:
     """Whether this is a plain call, with no compiler, tracer, counter or tensor subclass that looks for operators."""
-    plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+    plain = all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
     watched = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode()
     return plain and not watched and not torch._C._are_functorch_transforms_active()
 

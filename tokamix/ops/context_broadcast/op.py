@@ -61,8 +61,7 @@ def _limit(x: Tensor, kind: str) -> str | None:
 
 
 def _run(x: Tensor, scale: Tensor | None) -> Tensor:
-    plain = dispatch.unobserved(x) if scale is None else dispatch.unobserved(x, scale)
-    return _Direct.apply(x, scale) if plain else torch.ops.tokamix.broadcast_context(x, scale)
+    return (_Direct.apply if dispatch.unobserved(x, scale) else torch.ops.tokamix.broadcast_context)(x, scale)
 
 
 @torch.library.custom_op("tokamix::broadcast_context", mutates_args=())

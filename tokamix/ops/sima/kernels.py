@@ -122,7 +122,7 @@ def _gather(
         p_q += BLOCK_N * q_n
         p_k += BLOCK_N * k_n
         p_v += BLOCK_N * k_n
-        # D > 0, but the compiler does not know, and waits for the products. Triton 3.6 would else fetch the next tokens
+        # D > 0, but the compiler does not know, and waits for the products. Triton would else fetch the next tokens
         # over those that tensor cores still read, where a load feeds a product and something else.
         b_kv, b_qdo = tl.where(D > 0, b_kv, 0.0), tl.where(D > 0, b_qdo, 0.0)
     return b_kv, b_qdo, tl.sum(b_q_sums, axis=0), tl.sum(b_k_sums, axis=0)

@@ -17,6 +17,7 @@ from torchvision.transforms.functional import to_pil_image
 from tokamix.compiling import compile_blocks
 from tokamix.data.decode import DataError
 from tokamix.data.scenes import Scene, SceneData
+from tokamix.layers import BatchNorm
 from tokamix.predict import Prediction, Predictor, draw
 from tokamix.predict.draw import Colour, contact_sheet
 from tokamix.recipes import Recipe
@@ -100,4 +101,4 @@ class Dense:
 
 
 def _is_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+    return isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
