@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import tokamix
-from tokamix.bench.suites import OURS
+from tokamix.bench.suites import LARGE, OURS
 from tokamix.bench.timing import print_costs
 
 STEPS = 5
@@ -14,7 +14,7 @@ STEPS = 5
 
 def main() -> None:
     name, mode, size, batch = (sys.argv[1:] + ["infer", "224", "128"][len(sys.argv) - 2 :])[:4]
-    kwargs = dict(OURS).get(name, {})
+    kwargs = dict(OURS if size == "224" else LARGE).get(name, {})
     model = tokamix.create_model(name, **kwargs).cuda()
     images = torch.randn(int(batch), 3, int(size), int(size), device="cuda")
     if mode == "infer":

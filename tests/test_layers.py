@@ -9,6 +9,7 @@ from tokamix.layers import (
     GELU,
     Layers,
     MapConv,
+    PatchConv,
     PositionTable,
     SoftmaxProduct,
     map_to_tokens,
@@ -89,6 +90,19 @@ def test_heavy_convolutions_are_products(options: dict[str, object], batch: int)
         assert conv._is_heavy(x.permute(0, 3, 1, 2)) == (batch == 1)
         torch.testing.assert_close(conv(x), expected.detach())
         assert conv(x).stride() == expected.stride()
+
+
+@pytest.mark.parametrize("size", [(12, 8), (15, 11)])  # the second leaves pixels over
+@pytest.mark.parametrize("bias", [True, False])
+def test_patches_are_products(bias: bool, size: tuple[int, int]) -> None:
+    conv = PatchConv(3, 6, (4, 2), (4, 2), bias=bias, dtype=torch.float64)
+    x = torch.randn(2, 3, *size, dtype=torch.float64, requires_grad=True)
+    parameters = [x, *conv.parameters()]
+    out, expected = conv(x), F.conv2d(x, conv.weight, conv.bias, conv.stride)
+    torch.testing.assert_close(out, expected)
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    gradients = (torch.autograd.grad(y.sin().sum(), parameters) for y in (out, expected))
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("conv", [nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(3, 4, 2, stride=2, bias=False)])

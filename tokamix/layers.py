@@ -68,6 +68,19 @@ class ImageConv(nn.Conv2d):
         return self._conv_forward(x, weight, self.bias)
 
 
+class PatchConv(nn.Conv2d):
+    """A first convolution whose patches do not overlap: images (B, C, H, W) in, channels_last memory out.
+
+    One matrix product, as cuDNN and oneDNN have no good kernels for large patches of three channels.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve images x."""
+        height, width = self.kernel_size
+        patches = x.unfold(2, height, height).unfold(3, width, width).permute(0, 2, 3, 1, 4, 5)  # (B, h, w, C, ...)
+        return channels_first(F.linear(patches.flatten(3), self.weight.flatten(1), self.bias))
+
+
 class DepthwiseConv(MapConv):
     """A depthwise convolution on maps (B, H, W, C); see `tokamix.ops.depthwise_conv` for `residual` and `gelu`."""
 
@@ -224,6 +237,22 @@ class ConvEmbed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, H, W, in_chans) -> (B, h, w, dim)."""
         return self.norm(self.proj(x))
+
+
+class PatchEmbed(nn.Module):
+    """Non-overlapping patches and a LayerNorm: images (B, in_chans, H, W) -> map (B, h, w, dim)."""
+
+    def __init__(
+        self, in_chans: int, dim: int, patch_size: int, eps: float = 1e-5, device: Any = None, dtype: Any = None
+    ) -> None:
+        dd = {"device": device, "dtype": dtype}
+        super().__init__()
+        self.proj = PatchConv(in_chans, dim, patch_size, patch_size, **dd)
+        self.norm = nn.LayerNorm(dim, eps=eps, **dd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (B, in_chans, H, W) -> (B, h, w, dim)."""
+        return self.norm(channels_last(self.proj(x)))
 
 
 class ImageEmbed(ConvEmbed):

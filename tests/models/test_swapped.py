@@ -14,6 +14,7 @@ from timm.models import create_feature_extractor, get_pretrained_cfg, group_para
 from torch import Tensor, nn
 
 import tokamix
+from tokamix.layers import PatchConv
 from tokamix.mixers.context_broadcast import ContextBroadcast
 from tokamix.models.swapped import VARIANTS
 from tokamix.swap import QKVSimA, SimAProduct
@@ -321,3 +322,10 @@ def test_distilled_training() -> None:
     logits, distilled = model(images())
     assert logits.shape == distilled.shape == (2, CLASSES)
     assert not torch.allclose(logits, distilled)
+
+
+@pytest.mark.parametrize("name", ["deit_tiny_cb", "swin_tiny_cb"])
+def test_patches_of_timms_hosts_are_products(name: str) -> None:
+    model = tokamix.create_model(name, **SMALL["deit" if name.startswith("deit") else "swin_transformer"])
+    assert isinstance(model.patch_embed.proj, PatchConv)
+    assert not any(p.is_meta for p in model.parameters())

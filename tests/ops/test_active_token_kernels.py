@@ -14,7 +14,7 @@ pytestmark = needs_triton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # (shape, share): lines that fill a block or not, several in a block, one token, no power of two anywhere, channels for
-# several blocks
+# several blocks, lines in parts
 CASES = [
     ((1, 1, 1, 4), 2),
     ((2, 7, 5, 12), 3),
@@ -22,6 +22,8 @@ CASES = [
     ((1, 63, 2, 4), 4),
     ((1, 1, 65, 20), 4),
     ((1, 3, 5, 160), 2),
+    ((2, 3, 150, 6), 2),
+    ((1, 129, 2, 160), 4),
 ]
 
 
@@ -48,9 +50,10 @@ def test_one_axis_against_reference(dim: int, poison_empty: None) -> None:
     assert_kernel_close(active_gather, inputs((2, 5, 7, 12), 4, axes=1), torch.bfloat16, dim=dim)
 
 
+@pytest.mark.parametrize("shape", [(1, 9, 12, 8), (1, 2, 140, 8)])
 @pytest.mark.parametrize("spread", [0.1, 40.0])
-def test_near_and_far(spread: float, poison_empty: None) -> None:
-    assert_kernel_close(axes_stacked, inputs((1, 9, 12, 8), 2, axes=2, spread=spread), torch.float32)
+def test_near_and_far(spread: float, shape: tuple[int, ...], poison_empty: None) -> None:
+    assert_kernel_close(axes_stacked, inputs(shape, 2, axes=2, spread=spread), torch.float32)
 
 
 def test_borders_and_integers(poison_empty: None) -> None:

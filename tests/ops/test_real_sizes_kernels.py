@@ -72,7 +72,7 @@ def both_axes(x: Tensor, offset: Tensor, backend: str) -> Tensor:
 
 @DTYPES
 @pytest.mark.parametrize(
-    ("side", "channels", "share"), [(56, 64, 2), (28, 128, 4), (14, 320, 4), (7, 512, 8), (100, 96, 2)]
+    ("side", "channels", "share"), [(56, 64, 2), (28, 128, 4), (14, 320, 4), (7, 512, 8), (100, 96, 2), (256, 64, 2)]
 )
 def test_active_token(side: int, channels: int, share: int, dtype: torch.dtype) -> None:
     size = (2, side, side, 2 * channels // share)
@@ -88,6 +88,6 @@ def test_depthwise_conv(side: int, channels: int, dtype: torch.dtype) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("tokens", [49, 197, 5000])
+@pytest.mark.parametrize("tokens", [49, 197, 784, 5000])
 def test_context_broadcast(tokens: int, dtype: torch.dtype) -> None:
     assert_kernel_close(ops.broadcast_context, (torch.randn(2, tokens, 384), torch.randn(384)), dtype)

@@ -18,7 +18,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from tokamix.layers import GELU, map_to_tokens, tokens_to_map
+from tokamix.layers import GELU, PatchEmbed, map_to_tokens, tokens_to_map
 from tokamix.mixers import WeightMixing
 from tokamix.models._backbone import Column, Pyramid, Stage, image_cfg, rename
 from tokamix.ops import resize_bank
@@ -26,39 +26,12 @@ from tokamix.ops import resize_bank
 Pair = tuple[int, int]
 
 
-class PatchConv(nn.Conv2d):
-    """A convolution of non-overlapping patches, as one matrix product: images (B, C, H, W) -> (B, h, w, dim).
-
-    Sides that are no multiple of the patch are padded with zeros at the right and bottom.
-    """
-
-    def __init__(self, in_chans: int, dim: int, patch_size: int, device: Any = None, dtype: Any = None) -> None:
-        super().__init__(in_chans, dim, patch_size, stride=patch_size, device=device, dtype=dtype)
-        self.patch_size = patch_size
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Images (B, C, H, W) -> (B, h, w, dim)."""
-        size = self.patch_size
-        x = _pad(x, 2, size)
-        rows, columns = x.shape[2] // size, x.shape[3] // size
-        x = x.unflatten(3, (columns, size)).unflatten(2, (rows, size)).permute(0, 2, 4, 1, 3, 5)
-        return F.linear(x.flatten(3), self.weight.flatten(1), self.bias)
-
-
-class PatchEmbed(nn.Module):
-    """Images (B, in_chans, H, W) -> a map of normalised patches."""
-
-    def __init__(
-        self, in_chans: int, dim: int, patch_size: int, eps: float, device: Any = None, dtype: Any = None
-    ) -> None:
-        dd: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__()
-        self.proj = PatchConv(in_chans, dim, patch_size, **dd)
-        self.norm = nn.LayerNorm(dim, eps=eps, **dd)
+class Stem(PatchEmbed):
+    """Patches of images, those at the right and bottom filled up with zeros."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) -> (B, h, w, dim)."""
-        return self.norm(self.proj(x))
+        return super().forward(_pad(x, 2, self.proj.kernel_size[0]))
 
 
 class PatchMerging(nn.Module):
@@ -214,7 +187,7 @@ class AMixer(Pyramid):
             {"num_chs": dim, "reduction": self.patch_size * 2**i, "module": f"stages.{i}"} for i, dim in enumerate(dims)
         ]
         self.window_sizes = window_sizes
-        self.stem = PatchEmbed(in_chans, dims[0], self.patch_size, eps=1e-5, **dd)
+        self.stem = Stem(in_chans, dims[0], self.patch_size, eps=1e-5, **dd)
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         stages = []
         for i, (dim, (window, shift)) in enumerate(zip(dims, self._windows(img_size), strict=True)):
@@ -323,7 +296,7 @@ class AMixerColumn(Column):
         self.in_chans, self.patch_size = in_chans, patch_size
         self.feature_info = [{"num_chs": dim, "reduction": patch_size, "module": f"blocks.{i}"} for i in range(depth)]
         grid = self._grid(img_size)
-        self.stem = PatchEmbed(in_chans, dim, patch_size, eps=1e-6, **dd)
+        self.stem = Stem(in_chans, dim, patch_size, eps=1e-6, **dd)
         self.pos_embed = nn.Parameter(torch.empty(1, *grid, dim, **dd))
         self.blocks = nn.ModuleList(
             Block(

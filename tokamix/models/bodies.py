@@ -14,7 +14,7 @@ from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer,
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from tokamix.layers import ConvEmbed, PositionTable, channels_last
+from tokamix.layers import ConvEmbed, PatchEmbed, PositionTable
 from tokamix.mixers.context_broadcast import ContextBroadcast
 from tokamix.mixers.registry import Site, get_mixer, make_mixer, watch_mixers
 from tokamix.models._backbone import Backbone, Column, Pyramid, Stage, image_cfg
@@ -23,26 +23,25 @@ Pair = tuple[int, int]
 WEIGHT_INITS = ("fixed", "fan_in")
 
 
-class PatchEmbed(ConvEmbed):
-    """Vectors from the non-overlapping patches of a map (B, H, W, C), padded with zeros at the right and bottom."""
-
-    def __init__(self, in_chans: int, dim: int, patch: int, device: Any = None, dtype: Any = None) -> None:
-        super().__init__(in_chans, dim, patch, patch, eps=1e-6, device=device, dtype=dtype)
-        self.patch = patch
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, H, W, in_chans) -> (B, h, w, dim)."""
-        # as many zeros as could be missing: the convolution leaves what it does not need, and shapes stay simple
-        missing = self.patch - 1
-        return super().forward(F.pad(x, (0, 0, 0, missing, 0, missing)))
-
-
 class Stem(PatchEmbed):
-    """Patches of images."""
+    """Patches of images, those at the right and bottom filled up with zeros."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, in_chans, H, W) -> (B, h, w, dim)."""
-        return super().forward(channels_last(x).contiguous())
+        # as many zeros as could be missing: the convolution leaves what it does not need, and shapes stay simple
+        missing = self.proj.kernel_size[0] - 1
+        return super().forward(F.pad(x, (0, missing, 0, missing)))
+
+
+class Halving(ConvEmbed):
+    """Vectors from 2x2 neighbours of a map (B, H, W, C), filled up with zeros at the right and bottom."""
+
+    def __init__(self, in_chans: int, dim: int, device: Any = None, dtype: Any = None) -> None:
+        super().__init__(in_chans, dim, 2, 2, eps=1e-6, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, H, W, in_chans) -> (B, h, w, dim)."""
+        return super().forward(F.pad(x, (0, 0, 0, 1, 0, 1)))
 
 
 class Block(nn.Module):
@@ -161,7 +160,7 @@ class ColumnarBody(Body, Column):
         self.in_chans = in_chans
         self.feature_info = [{"num_chs": dim, "reduction": patch_size, "module": f"blocks.{i}"} for i in range(depth)]
         grid = _grid(img_size, patch_size)
-        self.stem = Stem(in_chans, dim, patch_size, **dd)
+        self.stem = Stem(in_chans, dim, patch_size, eps=1e-6, **dd)
         self.pos_embed = PositionTable(dim, grid, **dd)
         options: dict[str, Any] = {"mixer": mixer, "mlp_ratio": mlp_ratio, "act_layer": act_layer, **dd}
         options |= {"context_broadcast": context_broadcast, "mixer_kwargs": mixer_kwargs}
@@ -242,7 +241,7 @@ class PyramidBody(Body, Pyramid):
         self.feature_info = [
             {"num_chs": dim, "reduction": 4 * 2**i, "module": f"stages.{i}"} for i, dim in enumerate(dims)
         ]
-        self.stem = Stem(in_chans, dims[0], 4, **dd)
+        self.stem = Stem(in_chans, dims[0], 4, eps=1e-6, **dd)
         options: dict[str, Any] = {"mixer": mixer, "mlp_ratio": mlp_ratio, "act_layer": act_layer, **dd}
         options |= {"context_broadcast": context_broadcast, "mixer_kwargs": mixer_kwargs}
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
@@ -254,7 +253,7 @@ class PyramidBody(Body, Pyramid):
             if i == 0:
                 stages.append(Stage(blocks, pos_embed=PositionTable(dim, grid, **dd)))
             else:
-                stages.append(Stage(blocks, PatchEmbed(dims[i - 1], dim, 2, **dd)))
+                stages.append(Stage(blocks, Halving(dims[i - 1], dim, **dd)))
         self.stages = nn.ModuleList(stages)
         self.norm = nn.LayerNorm(dims[-1], eps=1e-6, **dd)
         self._build_head(dims[-1], num_classes, global_pool, drop_rate, **dd)

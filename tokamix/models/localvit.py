@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tokamix.layers import (
     DepthwiseConv,
-    MapConv,
+    PatchConv,
     PositionTable,
     channels_last,
     fit_positions,
@@ -107,12 +107,12 @@ class Block(nn.Module):
         return torch.cat([token, patches + self.mlp(patches, grid)], dim=1)
 
 
-class PatchEmbed(MapConv):
+class PatchEmbed(PatchConv):
     """Images (B, in_chans, H, W) -> a map of patches; the sides are cropped to multiples of the patch's."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) -> (B, h, w, dim)."""
-        return super().forward(channels_last(x).contiguous())
+        return channels_last(super().forward(x))
 
 
 class LocalViT(Column):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tokamix.layers import (
     ConvEmbed,
-    ImageEmbed,
+    PatchEmbed,
     PositionTable,
     SoftmaxProduct,
     fit_positions,
@@ -135,7 +135,7 @@ class PVT(ClassTokenPyramid):
         ]
         act_layer = get_act_layer(act_layer)
         rates = calculate_drop_path_rates(drop_path_rate, depths, stagewise=True)
-        self.stem = ImageEmbed(in_chans, dims[0], 4, 4, eps=embed_eps, **dd)
+        self.stem = PatchEmbed(in_chans, dims[0], 4, eps=embed_eps, **dd)
         self.stages = nn.ModuleList()
         for i, (dim, grid) in enumerate(zip(dims, self._grids(img_size), strict=True)):
             shape = (dim, num_heads[i], mlp_ratios[i], reductions[i])

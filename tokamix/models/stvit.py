@@ -17,6 +17,7 @@ from tokamix.layers import (
     ImageConv,
     MapConv,
     MapLayers,
+    PatchConv,
     channels_last,
     fold_ahead,
     normed,
@@ -113,11 +114,12 @@ class PatchEmbed(nn.Sequential):
 
     def __init__(self, in_chans: int, dim: int, device: Any = None, dtype: Any = None) -> None:
         dd = {"device": device, "dtype": dtype}
-        super().__init__(MapConv(in_chans, dim, 4, stride=4, **dd), nn.LayerNorm(dim, eps=1e-6, **dd))
+        super().__init__(PatchConv(in_chans, dim, 4, stride=4, **dd), nn.LayerNorm(dim, eps=1e-6, **dd))
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) -> (B, h, w, dim)."""
-        return super().forward(channels_last(x).contiguous())
+        conv, norm = self
+        return norm(channels_last(conv(x)))
 
 
 class STViT(Pyramid):

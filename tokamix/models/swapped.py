@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import timm.layers
 from timm.models import (
     build_model_with_cfg,
     generate_default_cfgs,
@@ -21,6 +22,7 @@ from timm.models import (
 )
 from torch import nn
 
+from tokamix.layers import PatchConv
 from tokamix.models import cvt, localvit, pvt  # noqa: F401  (registers the hosts that timm lacks)
 from tokamix.swap import insert_context_broadcast, swap_mixer
 
@@ -115,6 +117,7 @@ def _create(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
 
     def build(**kwargs: Any) -> nn.Module:
         model = entry(**kwargs)
+        _multiply_patches(model)
         variant.change(model)
         return model
 
@@ -126,6 +129,17 @@ def _create(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
         feature_cfg=dict(FEATURES[module.__name__.rpartition(".")[2]]),
         **kwargs,
     )
+
+
+def _multiply_patches(model: nn.Module) -> None:
+    """Let a host's convolution of patches be a product; see `PatchConv`."""
+    for embed in model.modules():
+        conv = embed.proj if isinstance(embed, timm.layers.PatchEmbed) else None
+        if type(conv) is nn.Conv2d and conv.kernel_size == conv.stride:
+            height, width = conv.kernel_size
+            product = PatchConv(conv.in_channels, conv.out_channels, (height, width), (height, width), device="meta")
+            product.weight, product.bias = conv.weight, conv.bias
+            embed.proj = product
 
 
 def _register(name: str) -> None:

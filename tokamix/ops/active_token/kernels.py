@@ -1,10 +1,10 @@
 """The active token gather in Triton, forward and backward, in any strides and without atomics.
 
-A sample and its target lie on one line of the map, a row or a column. A program owns whole lines of a few channels, and
-a tile is (samples, channels that share an offset): lines, their tokens and the groups of channels are one axis, so that
-neighbouring threads hold neighbouring groups. The forward pass reads samples where they are, from the cache. The
-backward pass does not scatter: a token's gradient is the sum over the distances r at which tokens of its line look, and
-the program's own offsets say which r there are. All results are the same in every run.
+A sample and its target lie on one line of the map, a row or a column. A program owns whole lines of a few channels, or
+a part of a long line, and a tile is (samples, channels that share an offset): lines, their tokens and the groups of
+channels are one axis, so that neighbouring threads hold neighbouring groups. The forward pass reads samples where they
+are, from the cache. The backward pass does not scatter: a token's gradient is the sum over the distances r at which
+tokens of its line look, and the line's offsets say which r there are. All results are the same in every run.
 
 Bytes of the forward pass: x and offsets in, two maps out. Backward: for each direction x, offsets and a gradient in,
 the gradients of x and of the offsets out; the second direction reads the first one's gradient of x and adds to it.
@@ -19,11 +19,32 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 4096  # numbers of a program
+PART = 64  # tokens of a program on longer lines, of which a whole one would leave it few channels
+
+
+@triton.jit
+def _place(G, BLOCK_G: tl.constexpr, LONG: tl.constexpr):
+    """Which lines and which groups are the program's."""
+    i_line, i_g = tl.program_id(0), tl.program_id(1)
+    if LONG:  # the next channels in memory come next: a large image does not stay in the cache
+        i_line, i_g = i_line // tl.cdiv(G, BLOCK_G), i_line % tl.cdiv(G, BLOCK_G)
+    return i_line, i_g
+
+
+@triton.jit
+def _part(i_line, n, BLOCK_N: tl.constexpr, LONG: tl.constexpr):
+    """The line, and the first of its tokens, of part i_line."""
+    start = 0
+    if LONG:
+        i_line, start = i_line // tl.cdiv(n, BLOCK_N), i_line % tl.cdiv(n, BLOCK_N) * BLOCK_N
+    return i_line, start
 
 
 @triton.jit
 def _tile(
     i_line,
+    start,
+    i_g,
     n,
     lines,
     G,
@@ -36,8 +57,8 @@ def _tile(
 ):
     """Of a program's samples: position on the line, line, group, channels; which groups and which channels exist."""
     o_sample = tl.arange(0, BLOCK_N * LINES * BLOCK_G)[:, None]
-    o_g = tl.program_id(1) * BLOCK_G + o_sample % BLOCK_G
-    o_n = o_sample // BLOCK_G % BLOCK_N
+    o_g = i_g * BLOCK_G + o_sample % BLOCK_G
+    o_n = start + o_sample // BLOCK_G % BLOCK_N
     o_line = i_line * LINES + o_sample // (BLOCK_G * BLOCK_N)
     o_s = tl.arange(0, BLOCK_S)[None, :]
     m_group = (o_n < n) & (o_line < lines)
@@ -107,12 +128,16 @@ def _forward_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     EVEN: tl.constexpr,
+    LONG: tl.constexpr,
 ):
     # rows and columns of an image come one after the other, so that the columns find it in the cache
+    i_line, i_g = _place(G, BLOCK_G, LONG)
     rows = tl.cdiv(H, LINES) if WIDTH else 0
     columns = tl.cdiv(W, LINES) if HEIGHT else 0
-    i_b = (tl.program_id(0) // (rows + columns)).to(tl.int64)
-    i_line = tl.program_id(0) % (rows + columns)
+    if LONG:
+        rows, columns = rows * tl.cdiv(W, BLOCK_N), columns * tl.cdiv(H, BLOCK_N)
+    i_b = (i_line // (rows + columns)).to(tl.int64)
+    i_line %= rows + columns
     if i_line < rows:
         n, lines = W, H
         stride_xn, stride_xl = stride_xw, stride_xh
@@ -128,7 +153,10 @@ def _forward_kernel(
         p_out = p_height
         if WIDTH:
             p_offset += G * stride_og
-    o_n, o_line, o_g, o_c, m_group, m_tile = _tile(i_line, n, lines, G, SHARE, BLOCK_N, LINES, BLOCK_G, BLOCK_S, EVEN)
+    i_line, start = _part(i_line, n, BLOCK_N, LONG)
+    o_n, o_line, o_g, o_c, m_group, m_tile = _tile(
+        i_line, start, i_g, n, lines, G, SHARE, BLOCK_N, LINES, BLOCK_G, BLOCK_S, EVEN
+    )
     o_offset = o_line * stride_ol + o_n * stride_on + o_g * stride_og
     b_offset = tl.load(p_offset + i_b * stride_ob + o_offset, mask=m_group, other=0.0).to(tl.float32)
     b_pick, b_fraction = _look(b_offset, o_n, n)
@@ -175,14 +203,19 @@ def _backward_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     EVEN: tl.constexpr,
+    LONG: tl.constexpr,
 ):
+    i_line, i_g = _place(G, BLOCK_G, LONG)
+    i_line, start = _part(i_line, n, BLOCK_N, LONG)
     blocks = tl.cdiv(lines, LINES)
-    i_b = (tl.program_id(0) // blocks).to(tl.int64)
-    i_line = tl.program_id(0) % blocks
+    i_b = (i_line // blocks).to(tl.int64)
+    i_line %= blocks
     p_offset += i_b * stride_ob
     p_grad += i_b * stride_db
 
-    o_n, o_line, o_g, o_c, m_group, m_tile = _tile(i_line, n, lines, G, SHARE, BLOCK_N, LINES, BLOCK_G, BLOCK_S, EVEN)
+    o_n, o_line, o_g, o_c, m_group, m_tile = _tile(
+        i_line, start, i_g, n, lines, G, SHARE, BLOCK_N, LINES, BLOCK_G, BLOCK_S, EVEN
+    )
     o_offset = o_line * stride_ol + o_n * stride_on + o_g * stride_og
     b_offset = tl.load(p_offset + o_offset, mask=m_group, other=0.0).to(tl.float32)
     b_pick, _ = _look(b_offset, o_n, n)
@@ -193,28 +226,40 @@ def _backward_kernel(
     tl.store(p_grad_offset, b_slope.to(p_grad_offset.dtype.element_ty), mask=m_group)
 
     # the token r to the left looks here if its offset is within one of r
-    m_seen = m_group & (b_pick >= -1) & (b_pick < n)
-    b_distance = b_pick - o_n
-    first = tl.min(tl.where(m_seen, b_distance, 1 << 30))
-    last = tl.max(tl.where(m_seen, b_distance, -(1 << 30))) + 1
+    if LONG:
+        b_first, b_last = tl.full(b_pick.shape, 1 << 30, tl.int32), tl.full(b_pick.shape, -(1 << 30), tl.int32)
+        for other in range(0, n, BLOCK_N):
+            o_other = o_n - start + other
+            o_offset = o_line * stride_ol + o_other * stride_on + o_g * stride_og
+            m_other = (o_other < n) & (o_line < lines) & (o_g < G)
+            b_offset = tl.load(p_offset + o_offset, mask=m_other, other=0.0).to(tl.float32)
+            b_pick, _ = _look(b_offset, o_other, n)
+            m_seen = m_other & (b_pick >= start - 1) & (b_pick < tl.minimum(start + BLOCK_N, n))
+            b_first = tl.minimum(b_first, tl.where(m_seen, b_pick - o_other, 1 << 30))
+            b_last = tl.maximum(b_last, tl.where(m_seen, b_pick - o_other, -(1 << 30)))
+    else:
+        m_seen = m_group & (b_pick >= -1) & (b_pick < n)
+        b_first = tl.where(m_seen, b_pick - o_n, 1 << 30)
+        b_last = tl.where(m_seen, b_pick - o_n, -(1 << 30))
+    first, last = tl.min(b_first), tl.max(b_last) + 1
 
     # from here a tile is (tokens, channels): a thread holds 16 bytes of channels and the offsets that they share
     VECTOR: tl.constexpr = 128 // p_grad.dtype.element_ty.primitive_bitwidth
     TOGETHER: tl.constexpr = VECTOR // BLOCK_S if BLOCK_S < VECTOR else 1
     o_row = tl.arange(0, BLOCK_N * LINES)
-    o_n = o_row % BLOCK_N
+    o_at = start + o_row % BLOCK_N
     o_line = i_line * LINES + o_row // BLOCK_N
-    o_n = tl.where(o_line < lines, o_n, 1 << 30)
-    o_g = tl.max_contiguous(tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G), TOGETHER)
+    o_n = tl.where(o_line < lines, o_at, 1 << 30)
+    o_g = tl.max_contiguous(i_g * BLOCK_G + tl.arange(0, BLOCK_G), TOGETHER)
     o_c = tl.arange(0, BLOCK_G * BLOCK_S)
     m_c = o_c % BLOCK_S < SHARE
     if BLOCK_S == SHARE:
-        o_c += tl.program_id(1) * BLOCK_G * SHARE
+        o_c += i_g * BLOCK_G * SHARE
     else:
-        o_c = (tl.program_id(1) * BLOCK_G + o_c // BLOCK_S) * SHARE + o_c % BLOCK_S
+        o_c = (i_g * BLOCK_G + o_c // BLOCK_S) * SHARE + o_c % BLOCK_S
     m_c = m_c & (o_c < G * SHARE)
-    o_offset = (o_line * stride_ol + o_row % BLOCK_N * stride_on)[:, None] + (o_g * stride_oc)[None, :]
-    o_grad = (o_line * stride_dl + o_row % BLOCK_N * stride_dn)[:, None] + (o_c * stride_dc)[None, :]
+    o_offset = (o_line * stride_ol + o_at * stride_on)[:, None] + (o_g * stride_oc)[None, :]
+    o_grad = (o_line * stride_dl + o_at * stride_dn)[:, None] + (o_c * stride_dc)[None, :]
     b_sum = tl.zeros((BLOCK_N * LINES, BLOCK_G * BLOCK_S), tl.float32)
     for r in range(first, last + 1):
         m_from = ((o_n - r >= 0) & (o_n - r < n))[:, None]
@@ -225,7 +270,7 @@ def _backward_kernel(
         b_weight = tl.maximum(1.0 - tl.abs(b_far.to(tl.float32) - r), 0.0)
         b_sum += _repeat(b_weight, BLOCK_S) * b_from.to(tl.float32)
     m_x = (o_n < n)[:, None] if EVEN else (o_n < n)[:, None] & m_c[None, :]
-    p_grad_x += i_b * stride_b + (o_line * stride_l + o_row % BLOCK_N * stride_n)[:, None] + o_c[None, :]
+    p_grad_x += i_b * stride_b + (o_line * stride_l + o_at * stride_n)[:, None] + o_c[None, :]
     if ADD:
         b_sum += tl.load(p_grad_x, mask=m_x, other=0.0).to(tl.float32)
     tl.store(p_grad_x, b_sum.to(p_grad_x.dtype.element_ty), mask=m_x)
@@ -233,14 +278,13 @@ def _backward_kernel(
 
 def forward(x: Tensor, offset: Tensor, dims: Sequence[int]) -> list[Tensor]:
     """What each channel of x (B, H, W, C) sees along each of `dims`; offset (B, H, W, len(dims) * G)."""
-    (batch, height, width, channels), groups = x.shape, offset.shape[3] // len(dims)
+    (_, height, width, channels), groups = x.shape, offset.shape[3] // len(dims)
     outputs = [torch.empty(x.shape, device=x.device, dtype=x.dtype) for _ in dims]
     if x.numel() == 0:
         return outputs
     by_dim = dict(zip(dims, outputs, strict=True))
     blocks = choose_blocks(max(height, width), groups, channels // groups)
-    programs = batch * sum(triton.cdiv({2: height, 1: width}[dim], blocks["LINES"]) for dim in dims)
-    _forward_kernel[(programs, triton.cdiv(groups, blocks["BLOCK_G"]))](
+    _forward_kernel[_grid(sum(_parts(x, dim, blocks) for dim in dims), groups, blocks)](
         x,
         offset,
         by_dim.get(2, outputs[0]),
@@ -260,7 +304,7 @@ def forward(x: Tensor, offset: Tensor, dims: Sequence[int]) -> list[Tensor]:
 
 def backward(grads: Sequence[Tensor], x: Tensor, offset: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The gradients of x and offset."""
-    (batch, height, width, channels), groups = x.shape, offset.shape[3] // len(dims)
+    (_, height, width, channels), groups = x.shape, offset.shape[3] // len(dims)
     grad_x = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     grad_offset = torch.empty(offset.shape, device=offset.device, dtype=offset.dtype)
     if x.numel() == 0:
@@ -275,7 +319,7 @@ def backward(grads: Sequence[Tensor], x: Tensor, offset: Tensor, dims: Sequence[
             b, h, w, c = t.stride()
             return (b, h, w, c) if dim == 2 else (b, w, h, c)
 
-        _backward_kernel[(batch * triton.cdiv(lines, blocks["LINES"]), triton.cdiv(groups, blocks["BLOCK_G"]))](
+        _backward_kernel[_grid(_parts(x, dim, blocks), groups, blocks)](
             grad,
             x,
             part,
@@ -297,8 +341,9 @@ def backward(grads: Sequence[Tensor], x: Tensor, offset: Tensor, dims: Sequence[
 
 
 def choose_blocks(n: int, groups: int, share: int, tile: int = TILE, warps: int = 8) -> dict[str, Any]:
-    """Block sizes and warps for lines of n tokens: whole lines, about `tile` numbers, up to 64 channels."""
-    block_n, block_s = triton.next_power_of_2(n), triton.next_power_of_2(share)
+    """Block sizes and warps for lines of n tokens: about `tile` numbers, of whole lines or of PART tokens of a longer
+    one, and of up to 64 channels."""
+    block_n, block_s = triton.next_power_of_2(min(n, PART)), triton.next_power_of_2(share)
     block_g = min(triton.next_power_of_2(groups), max(64 // block_s, 1))
     while block_g * block_s > 16 and block_n * block_g * block_s > tile:
         block_g //= 2
@@ -310,5 +355,17 @@ def choose_blocks(n: int, groups: int, share: int, tile: int = TILE, warps: int 
         "BLOCK_G": block_g,
         "BLOCK_S": block_s,
         "EVEN": groups % block_g == 0 and share == block_s,
+        "LONG": n > PART,
         "num_warps": warps,
     }
+
+
+def _parts(x: Tensor, dim: int, blocks: dict[str, Any]) -> int:
+    """Into how many parts the lines along `dim` of all images are cut."""
+    return len(x) * triton.cdiv(x.shape[3 - dim], blocks["LINES"]) * triton.cdiv(x.shape[dim], blocks["BLOCK_N"])
+
+
+def _grid(parts: int, groups: int, blocks: dict[str, Any]) -> tuple[int, ...]:
+    """A program for each part and block of groups, in the order of `_place`."""
+    by_channel = triton.cdiv(groups, blocks["BLOCK_G"])
+    return (parts * by_channel,) if blocks["LONG"] else (parts, by_channel)

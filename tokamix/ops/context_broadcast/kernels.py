@@ -1,6 +1,7 @@
 """Context broadcasting in Triton: x read twice (the second time from the cache) and written once.
 
-One launch where a program can sum all tokens of its channels; with many tokens two, partial sums first.
+One launch where a program can sum all tokens of its channels; with many tokens, or few programs, two: partial sums
+first.
 """
 
 import torch
@@ -8,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_N, BLOCK_C = 64, 32
-MANY_TOKENS = 4096
+BLOCK_N, BLOCK_C = 128, 64
+MANY_TOKENS, SOME_TOKENS = 4096, 512
+FEW_PROGRAMS = 128  # about as many as a GPU has multiprocessors
 PARTS = 64  # programs that share the sum over many tokens
 
 
@@ -118,7 +120,7 @@ def broadcast_context(x: Tensor, scale: Tensor | None) -> Tensor:
     weight, has_scale = (x, False) if scale is None else (scale.contiguous(), True)
     if not out.numel():
         return out
-    if tokens <= MANY_TOKENS:
+    if tokens <= (SOME_TOKENS if batch * blocks < FEW_PROGRAMS else MANY_TOKENS):
         _broadcast_kernel[batch, blocks](x, weight, out, *sizes, has_scale, BLOCK_N, BLOCK_C)
     else:
         sums = torch.empty(batch, PARTS, channels, device=x.device, dtype=torch.float32)
