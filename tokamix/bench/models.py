@@ -98,6 +98,11 @@ def measure(
         model.zero_grad(set_to_none=True)
         return every
 
+    def gradient_error() -> float:
+        fast = gradients(call, half)
+        with use_backend("eager"):
+            return error_of(fast, gradients(model, half), gradients(model, torch.float32))
+
     step = infer if mode == "infer" else train
     with use_backend(backend):
         if before_timing is not None:
@@ -106,9 +111,7 @@ def measure(
         if mode == "infer":
             error = error_of(infer()[:CHECKED], plain, exact)
         else:
-            fast = gradients(call, half)
-            with use_backend("eager"):
-                error = error_of(fast, gradients(model, half), gradients(model, torch.float32))
+            error = gradient_error()  # whose gradients are gone before memory is measured
             torch.cuda.empty_cache()
         milliseconds = median_ms(step, device, seconds)
         # a replayed graph allocates nothing: its memory is that of the same model compiled without
