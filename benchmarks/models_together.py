@@ -1,7 +1,7 @@
 """The models suite, compiled side by side, then timed in turn: python benchmarks/models_together.py FOLDER [REGEX].
 
 Compilation takes most of a run's time and little of the GPU: on one rented by the minute this is several times cheaper.
-Writes FOLDER/models.csv, as `tokamix bench --suite models` does.
+Writes FOLDER/models.csv, as `tokamix bench --suite models` does, and FOLDER/environment.txt.
 """
 
 import contextlib
@@ -47,11 +47,12 @@ def work(label: str, barrier: mp.Barrier, turn: mp.Lock, rows: mp.Queue) -> None
 
 
 def main() -> None:
-    from tokamix.bench.suites import SUITES
+    from tokamix.bench.suites import SUITES, environment
 
     folder, only = Path(sys.argv[1]), (sys.argv[2:] or [""])[0]
     labels = [label for label, _ in SUITES["models"]("cuda") if re.search(only, label)]
     found: dict[str, dict | str] = {}
+    (folder / "environment.txt").write_text(environment("cuda"))
     for _, together in itertools.groupby(labels, key=lambda label: label.split()[-1]):
         measure(list(together), labels, found, folder)
 

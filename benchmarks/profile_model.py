@@ -14,7 +14,7 @@ STEPS = 5
 
 def main() -> None:
     name, mode, size, batch = (sys.argv[1:] + ["infer", "224", "128"][len(sys.argv) - 2 :])[:4]
-    kwargs = dict(OURS if size == "224" else LARGE).get(name, {})
+    kwargs = dict(OURS).get(name, {}) | {option: int(size) for option in dict(LARGE).get(name, {})}  # img_size, if any
     model = tokamix.create_model(name, **kwargs).cuda()
     images = torch.randn(int(batch), 3, int(size), int(size), device="cuda")
     if mode == "infer":

@@ -92,10 +92,11 @@ def test_heavy_convolutions_are_products(options: dict[str, object], batch: int)
         assert conv(x).stride() == expected.stride()
 
 
-@pytest.mark.parametrize("size", [(12, 8), (15, 11)])  # the second leaves pixels over
+@pytest.mark.parametrize("size", [(16, 20), (23, 27)])  # the second leaves pixels over
 @pytest.mark.parametrize("bias", [True, False])
-def test_patches_are_products(bias: bool, size: tuple[int, int]) -> None:
-    conv = PatchConv(3, 6, (4, 2), (4, 2), bias=bias, dtype=torch.float64)
+@pytest.mark.parametrize("patch", [(8, 10), (4, 2)])  # a product, and on a CPU none
+def test_patches_are_convolved(patch: tuple[int, int], bias: bool, size: tuple[int, int]) -> None:
+    conv = PatchConv(3, 6, patch, bias=bias, dtype=torch.float64)
     x = torch.randn(2, 3, *size, dtype=torch.float64, requires_grad=True)
     parameters = [x, *conv.parameters()]
     out, expected = conv(x), F.conv2d(x, conv.weight, conv.bias, conv.stride)
@@ -103,6 +104,11 @@ def test_patches_are_products(bias: bool, size: tuple[int, int]) -> None:
     assert out.is_contiguous(memory_format=torch.channels_last)
     gradients = (torch.autograd.grad(y.sin().sum(), parameters) for y in (out, expected))
     torch.testing.assert_close(*gradients)
+
+
+def test_patches_of_other_channels_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="to have 3 channels, but got 1 channels"):
+        PatchConv(3, 6, 8)(torch.zeros(1, 1, 16, 16))
 
 
 @pytest.mark.parametrize("conv", [nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(3, 4, 2, stride=2, bias=False)])

@@ -71,12 +71,27 @@ class ImageConv(nn.Conv2d):
 class PatchConv(nn.Conv2d):
     """A first convolution whose patches do not overlap: images (B, C, H, W) in, channels_last memory out.
 
-    One matrix product, as cuDNN and oneDNN have no good kernels for large patches of three channels.
+    A matrix product, as cuDNN has no good kernel for patches of three channels, nor a CPU for large ones.
     """
+
+    def __init__(
+        self,
+        in_chans: int,
+        dim: int,
+        patch_size: int | tuple[int, int],
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(in_chans, dim, patch_size, patch_size, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve images x."""
         height, width = self.kernel_size
+        if x.ndim != 4 or x.shape[1] != self.in_channels:
+            return super().forward(x)  # which says what is wrong
+        if x.device.type == "cpu" and height * width < 64:
+            return super().forward(x.contiguous(memory_format=torch.channels_last))
         patches = x.unfold(2, height, height).unfold(3, width, width).permute(0, 2, 3, 1, 4, 5)  # (B, h, w, C, ...)
         return channels_first(F.linear(patches.flatten(3), self.weight.flatten(1), self.bias))
 
@@ -247,20 +262,12 @@ class PatchEmbed(nn.Module):
     ) -> None:
         dd = {"device": device, "dtype": dtype}
         super().__init__()
-        self.proj = PatchConv(in_chans, dim, patch_size, patch_size, **dd)
+        self.proj = PatchConv(in_chans, dim, patch_size, **dd)
         self.norm = nn.LayerNorm(dim, eps=eps, **dd)
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) -> (B, h, w, dim)."""
         return self.norm(channels_last(self.proj(x)))
-
-
-class ImageEmbed(ConvEmbed):
-    """ConvEmbed on images."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, in_chans, H, W) -> (B, h, w, dim)."""
-        return super().forward(channels_last(x).contiguous())
 
 
 class PositionTable(nn.Module):

@@ -124,7 +124,7 @@ def measure(
 def error_of(fast: Tensor, plain: Tensor, exact: Tensor) -> float:
     """Relative RMSE of what is timed; raises if it is wrong.
 
-    Wrong is more than twice the error of plain PyTorch in the same precision, and 1e-3. Both are held against float32.
+    Wrong is more than twice the error of plain PyTorch in the same precision plus 1e-3, both against float32.
     """
     error, allowed = relative_rmse(fast, exact), 2 * relative_rmse(plain, exact) + 1e-3
     if not error <= allowed:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from tokamix.layers import (
     ConvEmbed,
-    ImageEmbed,
     MapConv,
     SoftmaxProduct,
+    channels_last,
     fold_back,
     merge_heads,
     normed,
@@ -27,6 +27,14 @@ from tokamix.layers import (
 from tokamix.models._backbone import ClassTokenPyramid, ClassTokenStage, Stage, image_cfg, rename
 
 Grid = tuple[int, int]
+
+
+class Stem(ConvEmbed):
+    """Overlapping patches of images."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, in_chans, H, W) -> (B, h, w, dim)."""
+        return super().forward(channels_last(x).contiguous())
 
 
 class ConvProjection(nn.Module):
@@ -141,7 +149,7 @@ class CvT(ClassTokenPyramid):
         self.in_chans = in_chans
         act_layer = get_act_layer(act_layer)
         last = len(dims) - 1
-        self.stem = ImageEmbed(in_chans, dims[0], kernel_size=7, stride=4, padding=2, **dd)
+        self.stem = Stem(in_chans, dims[0], kernel_size=7, stride=4, padding=2, **dd)
         self.stages = nn.ModuleList()
         for i, (dim, depth, heads) in enumerate(zip(dims, depths, num_heads, strict=True)):
             rates = calculate_drop_path_rates(drop_path_rate if i == last else 0.0, depth)

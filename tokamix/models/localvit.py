@@ -160,7 +160,7 @@ class LocalViT(Column):
         super().__init__()
         self.in_chans = in_chans
         self.patch_size = self.min_side = patch_size
-        self.stem = PatchEmbed(in_chans, embed_dim, patch_size, patch_size, **dd)
+        self.stem = PatchEmbed(in_chans, embed_dim, patch_size, **dd)
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **dd))
         self.pos_embed = PositionTable(embed_dim, self._grid(img_size), prefix=1, mode="bicubic", **dd)
         self.blocks = nn.ModuleList(

@@ -114,7 +114,7 @@ class PatchEmbed(nn.Sequential):
 
     def __init__(self, in_chans: int, dim: int, device: Any = None, dtype: Any = None) -> None:
         dd = {"device": device, "dtype": dtype}
-        super().__init__(PatchConv(in_chans, dim, 4, stride=4, **dd), nn.LayerNorm(dim, eps=1e-6, **dd))
+        super().__init__(PatchConv(in_chans, dim, 4, **dd), nn.LayerNorm(dim, eps=1e-6, **dd))
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) -> (B, h, w, dim)."""

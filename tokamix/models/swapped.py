@@ -135,9 +135,9 @@ def _multiply_patches(model: nn.Module) -> None:
     """Let a host's convolution of patches be a product; see `PatchConv`."""
     for embed in model.modules():
         conv = embed.proj if isinstance(embed, timm.layers.PatchEmbed) else None
-        if type(conv) is nn.Conv2d and conv.kernel_size == conv.stride:
+        if type(conv) is nn.Conv2d and conv.kernel_size == conv.stride and conv.padding == (0, 0):
             height, width = conv.kernel_size
-            product = PatchConv(conv.in_channels, conv.out_channels, (height, width), (height, width), device="meta")
+            product = PatchConv(conv.in_channels, conv.out_channels, (height, width), device="meta")
             product.weight, product.bias = conv.weight, conv.bias
             embed.proj = product
 

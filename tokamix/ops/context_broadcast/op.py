@@ -9,7 +9,7 @@ from tokamix.ops import dispatch
 from tokamix.ops.context_broadcast import reference
 
 KINDS = ("cb", "gate", "hybrid")
-MOST_TOKENS = 65_535 * 128  # programs along the last axis of a grid, times tokens of each
+MOST_TOKENS = 65_535 * 128  # programs along the last axis of a grid, times tokens of each (`kernels.BLOCK_N`)
 
 
 def broadcast_context(

@@ -116,9 +116,8 @@ def compose_backward_kernel(
         b_policy = tl.load(p_policy + o_policy, mask=m_policy, other=0.0)
         p = p_grad_logits + (o_p[:, None].to(tl.int64) * N + i_n) * PITCH + o_m[None, :]
         b_slope = tl.load(p, mask=(o_p < pairs)[:, None] & (o_m < PITCH)[None, :], other=0.0)
-        b_grad_bank = tl.dot(
-            b_policy, b_slope, b_grad_bank, input_precision="ieee"
-        )  # first, as in `mix_backward_kernel`
+        # first, as in `mix_backward_kernel`
+        b_grad_bank = tl.dot(b_policy, b_slope, b_grad_bank, input_precision="ieee")
         b_grad_policy = tl.dot(b_bank, tl.trans(b_slope), input_precision="ieee")
         tl.store(p_grad_policy + o_policy, b_grad_policy.to(p_grad_policy.dtype.element_ty), mask=m_policy)
     p = p_grad_bank + ((i_s * N + i_n).to(tl.int64) * K + o_k[:, None]) * N + o_m[None, :]
