@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import trunc_normal_
+from timm.layers import register_notrace_module, trunc_normal_
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -68,6 +68,7 @@ class ImageConv(nn.Conv2d):
         return self._conv_forward(x, weight, self.bias)
 
 
+@register_notrace_module
 class PatchConv(nn.Conv2d):
     """A first convolution whose patches do not overlap: images (B, C, H, W) in, channels_last memory out.
 
