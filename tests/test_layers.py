@@ -96,7 +96,8 @@ def test_heavy_convolutions_are_products(options: dict[str, object], batch: int)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("patch", [(8, 10), (4, 2)])  # a product, and on a CPU none
 def test_patches_are_convolved(patch: tuple[int, int], bias: bool, size: tuple[int, int]) -> None:
-    conv = PatchConv(3, 6, patch, bias=bias, dtype=torch.float64)
+    conv = PatchConv(3, 6, patch, dtype=torch.float64)
+    conv.bias = conv.bias if bias else None
     x = torch.randn(2, 3, *size, dtype=torch.float64, requires_grad=True)
     parameters = [x, *conv.parameters()]
     out, expected = conv(x), F.conv2d(x, conv.weight, conv.bias, conv.stride)

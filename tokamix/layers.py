@@ -76,15 +76,9 @@ class PatchConv(nn.Conv2d):
     """
 
     def __init__(
-        self,
-        in_chans: int,
-        dim: int,
-        patch_size: int | tuple[int, int],
-        bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        self, in_chans: int, dim: int, patch_size: int | tuple[int, int], device: Any = None, dtype: Any = None
     ) -> None:
-        super().__init__(in_chans, dim, patch_size, patch_size, bias=bias, device=device, dtype=dtype)
+        super().__init__(in_chans, dim, patch_size, patch_size, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve images x."""
@@ -259,7 +253,7 @@ class PatchEmbed(nn.Module):
     """Non-overlapping patches and a LayerNorm: images (B, in_chans, H, W) -> map (B, h, w, dim)."""
 
     def __init__(
-        self, in_chans: int, dim: int, patch_size: int, eps: float = 1e-5, device: Any = None, dtype: Any = None
+        self, in_chans: int, dim: int, patch_size: int, eps: float, device: Any = None, dtype: Any = None
     ) -> None:
         dd = {"device": device, "dtype": dtype}
         super().__init__()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tokamix import ops
 from tokamix.ops import dispatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,6 +31,17 @@ if dispatch.INTERPRET:
         return _create_dot(self, a, b, *rest)
 
     InterpreterBuilder.create_dot = _create_dot_in_float32
+
+
+def both_axes(x: Tensor, offset: Tensor, backend: str) -> Tensor:
+    """What `active_gather_axes` sees, as one tensor."""
+    return torch.stack(ops.active_gather_axes(x, offset, backend=backend))
+
+
+def around_cells(x: Tensor, cell: tuple[int, int], backend: str) -> Tensor:
+    """Super tokens of x, scattered back."""
+    tokens, association = ops.super_token_sample(x, cell, backend=backend)
+    return ops.super_token_scatter(tokens, association, cell, backend=backend)
 
 
 def relative_rmse(actual: Tensor, expected: Tensor) -> float:

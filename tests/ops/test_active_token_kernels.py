@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.kernels import DEVICE, assert_kernel_close, needs_triton
+from tests.ops.kernels import DEVICE, assert_kernel_close, both_axes, needs_triton
 from tokamix.ops import active_gather, active_gather_axes
 from tokamix.ops.dispatch import use_backend
 
@@ -34,14 +34,10 @@ def inputs(shape: tuple[int, ...], share: int, axes: int, spread: float = 2.0) -
     return torch.randn(shape), torch.where(torch.rand(size) < 0.1, offset.sign() * 100.5, offset)
 
 
-def axes_stacked(x: Tensor, offset: Tensor, backend: str) -> Tensor:
-    return torch.stack(active_gather_axes(x, offset, backend=backend))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "share"), CASES)
 def test_both_axes_against_reference(shape, share: int, dtype: torch.dtype, poison_empty: None) -> None:
-    assert_kernel_close(axes_stacked, inputs(shape, share, axes=2), dtype)
+    assert_kernel_close(both_axes, inputs(shape, share, axes=2), dtype)
 
 
 @pytest.mark.parametrize("dim", [1, 2])
@@ -53,7 +49,7 @@ def test_one_axis_against_reference(dim: int, poison_empty: None) -> None:
 @pytest.mark.parametrize("shape", [(1, 9, 12, 8), (1, 2, 140, 8)])
 @pytest.mark.parametrize("spread", [0.1, 40.0])
 def test_near_and_far(spread: float, shape: tuple[int, ...], poison_empty: None) -> None:
-    assert_kernel_close(axes_stacked, inputs(shape, 2, axes=2, spread=spread), torch.float32)
+    assert_kernel_close(both_axes, inputs(shape, 2, axes=2, spread=spread), torch.float32)
 
 
 def test_borders_and_integers(poison_empty: None) -> None:

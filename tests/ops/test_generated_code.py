@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.kernels import around_cells, both_axes
 from tokamix import ops
 from tokamix.ops import dispatch
 
@@ -116,18 +117,9 @@ def test_sima(dim: int, tokens: int, generated: Generated) -> None:
 # the others have few products or none; that they are compiled at all is what is tested
 
 
-def around_cells(x: Tensor, cell: tuple[int, int], backend: str) -> Tensor:
-    tokens, association = ops.super_token_sample(x, cell, backend=backend)
-    return ops.super_token_scatter(tokens, association, cell, backend=backend)
-
-
 @pytest.mark.parametrize(("channels", "cell"), [(64, (8, 8)), (384, (2, 2))])
 def test_super_token(channels: int, cell: tuple[int, int], generated: Generated) -> None:
     check(around_cells, (torch.zeros(2, 16, 16, channels),), generated, cell=cell)
-
-
-def both_axes(x: Tensor, offset: Tensor, backend: str) -> Tensor:
-    return torch.stack(ops.active_gather_axes(x, offset, backend=backend))
 
 
 @pytest.mark.parametrize("side", [56, 100])

@@ -5,9 +5,8 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.ops.kernels import DEVICE, assert_kernel_close
+from tests.ops.kernels import DEVICE, around_cells, assert_kernel_close, both_axes
 from tokamix import ops
 from tokamix.ops import dispatch
 
@@ -54,20 +53,11 @@ def test_sima_of_many_tokens() -> None:
     assert_kernel_close(ops.sima_attention, tuple(torch.randn(3, 8, 6, 16_384, 64)), torch.bfloat16)
 
 
-def around_cells(x: Tensor, cell: Pair, backend: str) -> Tensor:
-    tokens, association = ops.super_token_sample(x, cell, backend=backend)
-    return ops.super_token_scatter(tokens, association, cell, backend=backend)
-
-
 @DTYPES
 @pytest.mark.parametrize("cell", [(2, 2), (4, 4), (7, 7), (8, 8)])
 @pytest.mark.parametrize("channels", [64, 96, 128, 192, 384, 512])
 def test_super_token(channels: int, cell: Pair, dtype: torch.dtype) -> None:
     assert_kernel_close(around_cells, (torch.randn(2, 28, 30, channels),), dtype, cell=cell)
-
-
-def both_axes(x: Tensor, offset: Tensor, backend: str) -> Tensor:
-    return torch.stack(ops.active_gather_axes(x, offset, backend=backend))
 
 
 @DTYPES
