@@ -15,11 +15,12 @@ from pathlib import Path
 import timm
 import torch
 from PIL import Image
-from timm.data import ImageDataset, create_loader
+from timm.data import ImageDataset
+from timm.data import create_loader as timm_create_loader
 from torch.nn.functional import cross_entropy
 
-from tokamix.compiling import compile_blocks
-from tokamix.data import ArraySet, make_loader, mix, open_data
+from tokamix.compile import compile_blocks
+from tokamix.data import ArrayDataset, create_dataset, create_loader, mix
 from tokamix.recipes import Recipe
 
 STRONG = {"augment": "rand-m9-mstd0.5-inc1", "random_erasing": 0.25}
@@ -45,7 +46,7 @@ def seconds(step, batches: Iterator, steps: int) -> float:
 def resident(batch: int = 1024, steps: int = 60) -> None:
     draw = torch.Generator().manual_seed(0)
     images = torch.randint(256, (50_000, 3, 32, 32), dtype=torch.uint8, generator=draw)
-    data = ArraySet(images, torch.randint(100, (50_000,), generator=draw), [str(i) for i in range(100)])
+    data = ArrayDataset(images, torch.randint(100, (50_000,), generator=draw), [str(i) for i in range(100)])
     model = timm.create_model("vit_small_patch16_224", img_size=32, patch_size=4, num_classes=100).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     compile_blocks(model, graphs=True)  # as the engine does
@@ -59,7 +60,7 @@ def resident(batch: int = 1024, steps: int = 60) -> None:
 
     for name, values in SMALL.items():
         recipe = Recipe(name=name, image_size=32, batch_size=batch, mixup=0.8, cutmix=1.0, **values)
-        loader = make_loader(data, recipe, train=True, batch_size=batch, device="cuda")
+        loader = create_loader(data, recipe, train=True, batch_size=batch, device="cuda")
         fed = chain.from_iterable(loader.epoch(epoch) for epoch in count())
         mixed = (mix(*pair, recipe, 100, (0, i)) for i, pair in enumerate(fed))
         one = next(mixed)
@@ -85,8 +86,10 @@ def folders(workers: int, batch: int = 64, pictures: int = 16_384) -> None:
             else:
                 (folder / f"{i}.jpg").hardlink_to(folder / f"{i % 64}.jpg")
         recipe = Recipe(name="folder", batch_size=batch, **STRONG)
-        ours = make_loader(open_data(root).train, recipe, train=True, batch_size=batch, device="cuda", workers=workers)
-        theirs = create_loader(
+        ours = create_loader(
+            create_dataset(root).train, recipe, train=True, batch_size=batch, device="cuda", workers=workers
+        )
+        theirs = timm_create_loader(
             ImageDataset(root),
             (3, 224, 224),
             batch,

@@ -15,7 +15,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from tokamix.data.scenes import Scene, SceneData, SceneSet, open_scenes
+from tokamix.data import AnnotatedDataset, AnnotatedImage, DatasetSplits, create_dataset
 from tokamix.recipes import load_recipe
 from tokamix.train import train
 
@@ -34,10 +34,10 @@ SETTINGS = [
 SIZES = {"detect": ["scale=[384, 384]"], "segment": ["scale=[256, 256]", "crop_size=256"]}
 
 
-class Chosen(SceneSet):
+class Chosen(AnnotatedDataset):
     """A few scenes of a set."""
 
-    def __init__(self, scenes: SceneSet, chosen: list[int]) -> None:
+    def __init__(self, scenes: AnnotatedDataset, chosen: list[int]) -> None:
         self.scenes, self.chosen = scenes, chosen
         self.classes, self.has_masks = scenes.classes, scenes.has_masks
         self.category_ids = getattr(scenes, "category_ids", ())
@@ -45,7 +45,7 @@ class Chosen(SceneSet):
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def scene(self, i: int, masks: bool = True) -> Scene:
+    def scene(self, i: int, masks: bool = True) -> AnnotatedImage:
         """Scene i of those chosen."""
         return self.scenes.scene(self.chosen[i], masks)
 
@@ -58,7 +58,7 @@ class Chosen(SceneSet):
         return self.scenes.image_id(self.chosen[i])
 
 
-def choose(scenes: SceneSet, task: str, count: int) -> list[int]:
+def choose(scenes: AnnotatedDataset, task: str, count: int) -> list[int]:
     """The first pictures that have some things in them, but not a crowd."""
     if task == "segment":
         return list(range(count))
@@ -82,12 +82,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None)
     parser.add_argument("--figure", type=Path, default=None)
     args = parser.parse_args()
-    scenes = open_scenes(args.data, args.task).train
+    scenes = create_dataset(args.data, args.task).train
     few = Chosen(scenes, choose(scenes, args.task, args.pictures))
     recipe = load_recipe(f"small_{args.task}", [*SETTINGS, *SIZES[args.task], *args.set])
     output = args.output or Path(tempfile.mkdtemp())
     begun = time.perf_counter()
-    data = SceneData(f"{len(few)} pictures", few, few, scenes.classes)
+    data = DatasetSplits(f"{len(few)} pictures", few, few, scenes.classes)
     result = train(None, data, recipe, output, resume=False, workers=args.workers)
     shown = [key for key in TITLES if key in result.epochs[-1]]
     print(", ".join(f"{TITLES[key]} {result.epochs[-1][key]:.1f}" for key in shown), end="")

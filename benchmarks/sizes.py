@@ -4,7 +4,7 @@ import csv
 
 from timm.models import model_entrypoint
 
-from tokamix.registry import SIZES, count_sizes, list_models
+from tokamix.models._registry import SIZES, count_sizes, list_models
 
 
 def main() -> None:

@@ -15,23 +15,23 @@ from pathlib import Path
 
 import torch
 
-from tokamix.data import ArraySet, ImageData, make_loader, open_data
+from tokamix.data import ArrayDataset, DatasetSplits, create_dataset, create_loader
 from tokamix.recipes import load_recipe
 from tokamix.train import train
 
 
-def random_data() -> ImageData:
+def random_data() -> DatasetSplits:
     classes = [str(i) for i in range(100)]
     parts = [
-        ArraySet(torch.randint(0, 256, (n, 3, 32, 32), dtype=torch.uint8), torch.arange(n) % 100, classes)
+        ArrayDataset(torch.randint(0, 256, (n, 3, 32, 32), dtype=torch.uint8), torch.arange(n) % 100, classes)
         for n in (50_000, 10_000)
     ]
-    return ImageData("random", *parts, tuple(classes))
+    return DatasetSplits("random", *parts, tuple(classes))
 
 
-def seconds_of_data(data: ImageData, recipe, device: str, batches: int = 50) -> float:
+def seconds_of_data(data: DatasetSplits, recipe, device: str, batches: int = 50) -> float:
     """Seconds a step would take if it were data alone."""
-    loader = make_loader(data.train, recipe, train=True, batch_size=recipe.batch_size, device=device)
+    loader = create_loader(data.train, recipe, train=True, batch_size=recipe.batch_size, device=device)
     stream = chain.from_iterable(loader.epoch(number) for number in count())
     for i in range(batches + 5):
         if i == 5:
@@ -42,7 +42,7 @@ def seconds_of_data(data: ImageData, recipe, device: str, batches: int = 50) -> 
     return (time.perf_counter() - begun) / batches
 
 
-def waits(data: ImageData, recipe) -> Counter:
+def waits(data: DatasetSplits, recipe) -> Counter:
     """Where the host waits for the device in an epoch, and how often."""
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    data = open_data(args.data) if args.data else random_data()
+    data = create_dataset(args.data) if args.data else random_data()
     given = [*args.set, f"epochs={args.epochs}", *(["warmup_epochs=0"] if args.epochs <= 10 else [])]
     recipe = load_recipe(args.recipe, given)
     output = args.output or Path(tempfile.mkdtemp())

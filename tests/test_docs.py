@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tokamix.registry import sizes
+from tokamix.models._registry import sizes
 
 ROOT = Path(__file__).parent.parent
 

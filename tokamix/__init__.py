@@ -5,16 +5,16 @@
 
 from tokamix import mixers, models, ops
 from tokamix.checkpoint import load_checkpoint
-from tokamix.count import count_exp, count_macs
-from tokamix.models.bodies import build
-from tokamix.registry import create_model, list_models
+from tokamix.cost import count_exp, count_macs
+from tokamix.models._registry import create_model, list_models
+from tokamix.models.bodies import create_body
 from tokamix.swap import insert_context_broadcast, remove_context_broadcast, swap_mixer
 
 __version__ = "0.1.0"
 __all__ = [
-    "build",
     "count_exp",
     "count_macs",
+    "create_body",
     "create_model",
     "insert_context_broadcast",
     "list_models",

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tokamix.demo import ENTRANTS, Job, _all
+from tokamix.demo.run import ENTRANTS, Job, _all
 from tokamix.recipes import load_recipe
 
 

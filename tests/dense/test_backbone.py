@@ -13,7 +13,7 @@ from transformers import TimmBackbone, TimmBackboneConfig
 import tokamix
 from tests.conftest import assert_golden, load_golden
 from tests.models.test_atmnet import TINY, build, translate
-from tokamix.dense import Backbone, VitPyramid, create_segmenter, make_backbone
+from tokamix.dense import DenseBackbone, VitPyramid, create_backbone, create_segmenter
 from tokamix.dense.backbone import LevelNorms
 from tokamix.dense.vit_pyramid import taps
 from tokamix.models.atmnet import ATMNet
@@ -57,7 +57,7 @@ def tiny(**kwargs: object) -> ATMNet:
 def test_golden_segmentation_backbone() -> None:
     """The authors' segmentation/activemlp.py, norms and gradients included, through its own parameter names."""
     golden = load_golden("atm_seg_backbone")
-    backbone = make_backbone(build(golden), checkpoint=golden.weights).double().eval()
+    backbone = create_backbone(build(golden), checkpoint=golden.weights).double().eval()
     assert sum(p.numel() for p in backbone.parameters()) == golden.meta["params"]
     maps = backbone(golden.inputs["x"])
     total = torch.zeros((), dtype=torch.float64)
@@ -77,7 +77,7 @@ EMPTY = torch.zeros(1, 1)
 @pytest.mark.parametrize(("name", "levels"), (OURS | TIMMS).items())
 def test_maps(name: str, levels: type[nn.Module]) -> None:
     """Sides that are no multiple of anything, one pixel high, and a gradient for all that is trained."""
-    backbone = make_backbone(name)
+    backbone = create_backbone(name)
     assert type(backbone.levels) is levels
     assert backbone.strides == (4, 8, 16, 32)[: len(backbone.channels)]
     backbone.eval()
@@ -100,7 +100,7 @@ def test_maps(name: str, levels: type[nn.Module]) -> None:
 @pytest.mark.parametrize("name", ["cait_xxs24_224", "levit_128s", "efficientformerv2_s0"])
 def test_models_of_one_size(name: str) -> None:
     """Smaller images are padded to it, all that is trained gets a gradient, and larger ones get a sentence."""
-    backbone = make_backbone(name)
+    backbone = create_backbone(name)
     assert backbone.fixed == (224, 224)
     images = torch.randn(2, 3, 70, 45)
     assert backbone.pad(images).shape == (2, 3, 224, 224)
@@ -116,7 +116,7 @@ def test_models_of_one_size(name: str) -> None:
 
 
 def test_models_of_one_size_take_another() -> None:
-    backbone = make_backbone("cait_xxs24_224", img_size=(64, 96)).eval()
+    backbone = create_backbone("cait_xxs24_224", img_size=(64, 96)).eval()
     assert backbone.fixed == (64, 96)
     assert [m.shape[-2:] for m in backbone(torch.zeros(1, 3, 50, 96))] == [(16, 24), (8, 12), (4, 6), (2, 3)]
     segmenter = create_segmenter("semantic_fpn", backbone, 3, width=8, neck_width=8).eval()
@@ -124,7 +124,7 @@ def test_models_of_one_size_take_another() -> None:
 
 
 def test_padding_is_on_the_right_and_below_and_no_larger_than_needed() -> None:
-    backbone = make_backbone(tiny())
+    backbone = create_backbone(tiny())
     images = torch.randn(2, 3, 64, 70)
     padded = backbone.pad(images)
     assert padded.shape == (2, 3, 64, 72)
@@ -132,15 +132,15 @@ def test_padding_is_on_the_right_and_below_and_no_larger_than_needed() -> None:
     assert not padded[..., 70:].any()
     assert backbone.pad(padded) is padded
     assert backbone.pad(torch.zeros(1, 3, 1, 4000)).shape == (1, 3, 32, 4000)
-    assert make_backbone("resnet18").pad(images).shape == (2, 3, 64, 96)
+    assert create_backbone("resnet18").pad(images).shape == (2, 3, 64, 96)
 
 
 def test_level_norms_normalise() -> None:
     images = torch.randn(1, 3, 64, 64)
     model = tiny()
-    plain = make_backbone(tiny(), level_norm=False)
+    plain = create_backbone(tiny(), level_norm=False)
     plain.body.load_state_dict(model.state_dict(), strict=False)
-    normed = make_backbone(model)
+    normed = create_backbone(model)
     assert isinstance(plain.levels, nn.Identity)
     for raw, out in zip(plain(images), normed(images), strict=True):
         expected = (raw - raw.mean(1, keepdim=True)) / (raw.var(1, unbiased=False, keepdim=True) + 1e-5).sqrt()
@@ -195,7 +195,7 @@ def test_maps_of_other_strides_are_resized_to_16(stride: int) -> None:
 
 
 def test_columns_are_tapped_after_the_blocks_named() -> None:
-    backbone = make_backbone("xcit_nano_12_p16_sima").eval()
+    backbone = create_backbone("xcit_nano_12_p16_sima").eval()
     seen: dict[int, Tensor] = {}
     for i in (3, 5, 7, 11):
         backbone.body.blocks[i].register_forward_hook(lambda _, __, out, i=i: seen.__setitem__(i, out))
@@ -214,34 +214,34 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 def test_checkpoints() -> None:
     """A classifier's, a backbone's own and a segmenter's; one that lacks something is refused."""
     classifier = tiny()
-    loaded = make_backbone(tiny(), checkpoint={"state_dict": classifier.state_dict()})
+    loaded = create_backbone(tiny(), checkpoint={"state_dict": classifier.state_dict()})
     assert all(torch.equal(v, classifier.state_dict()[n]) for n, v in loaded.body.state_dict().items())
     nn.init.normal_(loaded.levels[2].weight)
-    assert same(make_backbone(tiny(), checkpoint=loaded.state_dict()), loaded)
+    assert same(create_backbone(tiny(), checkpoint=loaded.state_dict()), loaded)
     segmenter = {f"backbone.{n}": v for n, v in loaded.state_dict().items()} | {"head.weight": torch.zeros(1)}
-    assert same(make_backbone(tiny(), checkpoint=segmenter), loaded)
-    column = make_backbone("xcit_nano_12_p16_sima")
-    assert same(make_backbone("xcit_nano_12_p16_sima", checkpoint=column.state_dict()), column)
+    assert same(create_backbone(tiny(), checkpoint=segmenter), loaded)
+    column = create_backbone("xcit_nano_12_p16_sima")
+    assert same(create_backbone("xcit_nano_12_p16_sima", checkpoint=column.state_dict()), column)
     part = {n: v for n, v in classifier.state_dict().items() if not n.startswith("stages.1.")}
     with pytest.raises(ValueError, match=r"holds nothing for \d+ parameters of ATMNet, for one stages\.1"):
-        make_backbone(tiny(), checkpoint=part)
+        create_backbone(tiny(), checkpoint=part)
 
 
 def test_arguments_reach_the_model() -> None:
-    backbone = make_backbone("atmnet_xtiny", drop_path=0.3, in_chans=4)
+    backbone = create_backbone("atmnet_xtiny", drop_path=0.3, in_chans=4)
     assert backbone.body.stages[3].blocks[-1].drop_path.drop_prob == pytest.approx(0.3)
     assert backbone(torch.zeros(1, 4, 32, 32))[0].shape == (1, 64, 8, 8)
     with pytest.raises(ValueError, match="made for images of 4 channels, got 3; set in_chans"):
         backbone(torch.zeros(1, 3, 32, 32))
-    assert make_backbone(backbone) is backbone
+    assert create_backbone(backbone) is backbone
     swin = timm.create_model("swin_tiny_patch4_window7_224", in_chans=4, strict_img_size=False, always_partition=True)
-    finished = make_backbone(swin)
+    finished = create_backbone(swin)
     assert finished.fixed is None
     assert finished(torch.zeros(1, 4, 64, 32))[3].shape == (1, 768, 2, 1)
 
 
 def test_checkpointing_gives_the_same_gradients() -> None:
-    backbone, images = make_backbone(tiny()).train(), torch.randn(1, 3, 64, 64)
+    backbone, images = create_backbone(tiny()).train(), torch.randn(1, 3, 64, 64)
 
     def gradients() -> list[Tensor]:
         backbone.zero_grad()
@@ -257,13 +257,13 @@ def test_checkpointing_gives_the_same_gradients() -> None:
 
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="there is no model 'atmnet_xtin'; did you mean atmnet_xtiny"):
-        make_backbone("atmnet_xtin")
+        create_backbone("atmnet_xtin")
     with pytest.raises(ValueError, match="a finished model takes no arguments, got drop_path"):
-        make_backbone(tiny(), drop_path=0.1)
+        create_backbone(tiny(), drop_path=0.1)
     with pytest.raises(ValueError, match="Linear says nothing of its features"):
-        make_backbone(nn.Linear(1, 1))
+        create_backbone(nn.Linear(1, 1))
     with pytest.raises(TypeError, match="colour"):
-        make_backbone("atmnet_xtiny", colour="red")
+        create_backbone("atmnet_xtiny", colour="red")
 
 
 @pytest.mark.parametrize("name", ["atmnet_xtiny", "stvit_small", "pyramid_tiny_sima"])
@@ -278,7 +278,7 @@ def test_encoder_of_segmentation_models_pytorch(name: str) -> None:
 class ForTorchvision(nn.Module):
     """Our maps under the names that torchvision's pooling looks for."""
 
-    def __init__(self, backbone: Backbone, width: int) -> None:
+    def __init__(self, backbone: DenseBackbone, width: int) -> None:
         super().__init__()
         self.backbone, self.out_channels = backbone, width
         self.neck = torchvision.ops.FeaturePyramidNetwork(list(backbone.channels), width)
@@ -292,7 +292,7 @@ def test_body_of_torchvisions_mask_rcnn(name: str) -> None:
     detection = torchvision.models.detection
     anchors = detection.anchor_utils.AnchorGenerator(((16,), (32,), (64,), (128,)), ((0.5, 1.0, 2.0),) * 4)
     model = detection.MaskRCNN(
-        ForTorchvision(make_backbone(name), 32), 3, min_size=64, max_size=128, rpn_anchor_generator=anchors
+        ForTorchvision(create_backbone(name), 32), 3, min_size=64, max_size=128, rpn_anchor_generator=anchors
     )
     masks = torch.zeros(1, 50, 70, dtype=torch.uint8)
     masks[0, 10:30, 10:40] = 1

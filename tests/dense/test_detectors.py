@@ -11,7 +11,7 @@ from torchvision.ops import box_iou
 from tests.dense.detectors import CLASSES, small, target
 from tests.models.test_atmnet import TINY
 from tokamix.data.shapes import Shapes
-from tokamix.dense import Detector, create_detector, make_backbone
+from tokamix.dense import Detector, create_backbone, create_detector
 from tokamix.models.atmnet import ATMNet
 
 STEPS = {"retinanet": 80, "mask_rcnn": 40, "cascade_mask_rcnn": 40}
@@ -91,7 +91,7 @@ def test_gradients_reach_everything(method: str, body: str) -> None:
 
 def test_levels_that_nobody_looks_at_have_no_layers() -> None:
     """RetinaNet starts at stride 8; the backbone it was made of can still serve another detector."""
-    backbone = make_backbone("xcit_nano_12_p16_sima")
+    backbone = create_backbone("xcit_nano_12_p16_sima")
     retina = create_detector("retinanet", backbone, 2, width=8)
     assert [sum(p.numel() for p in level.parameters()) > 0 for level in backbone.levels.levels] == [1, 1, 0, 0]
     assert [sum(p.numel() for p in level.parameters()) > 0 for level in retina.backbone.levels.levels] == [0, 1, 0, 0]

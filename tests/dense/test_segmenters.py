@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.models.test_atmnet import TINY
 from tokamix import load_checkpoint
-from tokamix.dense import METHODS, Segmenter, create_segmenter, make_backbone, upernet
+from tokamix.dense import METHODS, Segmenter, create_backbone, create_segmenter, upernet
 from tokamix.dense.segmenter import ConvNorm, segmentation_loss
 from tokamix.dense.semantic_fpn import SemanticFPNHead
 from tokamix.dense.upernet import PyramidPooling, UperHead
@@ -289,7 +289,7 @@ def test_checkpoints_of_mmsegmentation(method: str) -> None:
     report = load_checkpoint(model, {"state_dict": theirs})
     assert report.fresh == []
     assert all(torch.equal(v, ours.state_dict()[n]) for n, v in model.state_dict().items())
-    backbone = make_backbone(ATMNet(**TINY), checkpoint={"state_dict": theirs})
+    backbone = create_backbone(ATMNet(**TINY), checkpoint={"state_dict": theirs})
     torch.testing.assert_close(backbone.levels[1].weight, ours.backbone.levels[1].weight.float())
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from tokamix.dense import Backbone, CascadeMaskRCNN, Detector, RetinaNet, create_detector, make_backbone
+from tokamix.dense import CascadeMaskRCNN, DenseBackbone, Detector, RetinaNet, create_backbone, create_detector
 from tokamix.ops.dispatch import use_backend
 
 WEIGHTED = (torch.ops.aten.convolution, torch.ops.aten.mm, torch.ops.aten.addmm)
@@ -45,10 +45,10 @@ class WeightedLayers(TorchDispatchMode):
 
 @functools.cache
 @torch.no_grad()
-def below(name: str) -> tuple[Backbone, list[Tensor], int]:
+def below(name: str) -> tuple[DenseBackbone, list[Tensor], int]:
     """A backbone without memory, its maps of the image, and their cost."""
     with torch.device("meta"), use_backend("eager"):
-        backbone = make_backbone(name).eval()
+        backbone = create_backbone(name).eval()
     with torch.device("meta"), use_backend("eager"), WeightedLayers() as counter:
         return backbone, backbone(torch.zeros(1, 3, 800, 1280)), counter.macs
 

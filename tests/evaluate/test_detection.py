@@ -13,9 +13,9 @@ from pycocotools import mask as tools
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from tests.data.scene_files import CATEGORIES, content, thing, write_coco
+from tests.data.annotated.files import CATEGORIES, content, thing, write_coco
 from tests.train.tiny_dense import run
-from tokamix.data import DataError, Scene, open_scenes
+from tokamix.data import AnnotatedImage, DataError, create_dataset
 from tokamix.evaluate import CocoAP, check_detection
 
 NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
@@ -47,7 +47,7 @@ def real_like(root: Path, images: int = 12) -> dict:
     return form
 
 
-def detections(scene: Scene, seed: int) -> dict[str, torch.Tensor]:
+def detections(scene: AnnotatedImage, seed: int) -> dict[str, torch.Tensor]:
     """The truth, moved about; some of it is missed, some doubled, some called by another name."""
     draw = torch.Generator().manual_seed(seed)
     boxes, labels, masks = scene.boxes.repeat(2, 1), scene.labels.repeat(2), scene.masks.repeat(2, 1, 1)
@@ -102,7 +102,7 @@ def by_the_tools(
 def test_as_the_tools_say(tmp_path: Path, capsys: pytest.CaptureFixture, folder: str | None) -> None:
     """On made-up scenes, and on COCO's own where TOKAMIX_COCO names their folder."""
     real_like(tmp_path)
-    dataset: Any = open_scenes(folder or str(tmp_path), "detect").val
+    dataset: Any = create_dataset(folder or str(tmp_path), "detect").val
     truth = json.loads(dataset.file.path.read_text())
     found = {i: detections(dataset.scene(i), i) for i in range(len(dataset))}
     expected = by_the_tools(truth, found, [dataset.image_id(i) for i in range(len(dataset))], masks=True)
@@ -127,7 +127,7 @@ def test_as_the_tools_say(tmp_path: Path, capsys: pytest.CaptureFixture, folder:
 def test_crowds_are_no_errors(tmp_path: Path) -> None:
     """Whatever is found within a crowd of its class does not count."""
     truth = real_like(tmp_path)
-    dataset = open_scenes(str(tmp_path), "detect").val
+    dataset = create_dataset(str(tmp_path), "detect").val
     perfect = {}
     for i in range(len(dataset)):
         scene = dataset.scene(i)
@@ -150,7 +150,7 @@ def test_crowds_are_no_errors(tmp_path: Path) -> None:
 
 def test_nothing_found(tmp_path: Path) -> None:
     real_like(tmp_path)
-    dataset = open_scenes(str(tmp_path), "detect").val
+    dataset = create_dataset(str(tmp_path), "detect").val
     nothing = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0).long(), "scores": torch.zeros(0)}
     nothing["masks"] = torch.zeros(0, *SIZE, dtype=torch.bool)
     metric = CocoAP(dataset, masks=True)
@@ -164,7 +164,7 @@ def test_nothing_found(tmp_path: Path) -> None:
 def test_sizes_that_do_not_occur(tmp_path: Path) -> None:
     for part in ("train", "val"):
         write_coco(tmp_path, part, content(1, [thing(1, 10, [3, 4, 1, 1])]))  # one pixel
-    dataset = open_scenes(str(tmp_path), "detect").val
+    dataset = create_dataset(str(tmp_path), "detect").val
     metric = CocoAP(dataset, masks=True)
     scene = dataset.scene(0)
     metric.update(0, {"boxes": scene.boxes, "labels": scene.labels, "scores": torch.ones(1), "masks": scene.masks})
@@ -176,7 +176,7 @@ def test_an_annotation_of_id_0(tmp_path: Path) -> None:
     """The tools take its match for none, so it is renamed."""
     for part in ("train", "val"):
         write_coco(tmp_path, part, content(1, [thing(0, 10, [3, 4, 10, 10])]))
-    dataset = open_scenes(str(tmp_path), "detect").val
+    dataset = create_dataset(str(tmp_path), "detect").val
     metric = CocoAP(dataset)
     metric.update(0, {"boxes": dataset.scene(0).boxes, "labels": torch.tensor([0]), "scores": torch.ones(1)})
     assert metric.compute()["box_ap"] == pytest.approx(100)
@@ -209,7 +209,7 @@ def test_what_is_read_can_be_measured(tmp_path: Path, kind: str) -> None:
         form["categories"] = [{"id": "cat", "name": "cat"}, {"id": "dog", "name": "dog"}]
     for part in ("train", "val"):
         write_coco(tmp_path, part, form | {"images": [{**form["images"][0], "id": 10}]}).write_text(json.dumps(form))
-    dataset = open_scenes(str(tmp_path), "detect").val
+    dataset = create_dataset(str(tmp_path), "detect").val
     scene = dataset.scene(0)
     assert scene.boxes.tolist() == [[3, 4, 13, 12]]
     metric = CocoAP(dataset, masks=True)
@@ -218,7 +218,7 @@ def test_what_is_read_can_be_measured(tmp_path: Path, kind: str) -> None:
 
 
 def test_generated_scenes() -> None:
-    dataset = open_scenes("shapes:48", "detect").val
+    dataset = create_dataset("shapes:48", "detect").val
     metric = CocoAP(dataset, masks=True)
     for i in range(len(dataset)):
         scene = dataset.scene(i)
@@ -229,7 +229,7 @@ def test_generated_scenes() -> None:
 
 def test_result_files(tmp_path: Path) -> None:
     real_like(tmp_path)
-    dataset = open_scenes(str(tmp_path), "detect").val
+    dataset = create_dataset(str(tmp_path), "detect").val
     metric = CocoAP(dataset, masks=True)
     found = {"boxes": torch.tensor([[1.0, 2, 11, 22]]), "labels": torch.tensor([2]), "scores": torch.tensor([0.25])}
     metric.update(3, found | {"masks": torch.ones(1, *SIZE)})
@@ -247,26 +247,28 @@ def test_what_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         told = [thing(1, 10, [3, 4, 10, 8], iscrowd=int(part == "val"))]
         write_coco(tmp_path, part, content(1, told))
     with pytest.raises(DataError, match="there is nothing to find: no image of the validation set has an annotation"):
-        check_detection(open_scenes(str(tmp_path), "detect").val, masks=False)
-    metric = CocoAP(open_scenes(str(tmp_path), "detect").train)
+        check_detection(create_dataset(str(tmp_path), "detect").val, masks=False)
+    metric = CocoAP(create_dataset(str(tmp_path), "detect").train)
     one = {"boxes": torch.zeros(1, 4), "labels": torch.tensor([3]), "scores": torch.ones(1)}
     with pytest.raises(ValueError, match="a label is 3, but there are 3 classes, from 0"):
         metric.update(0, one)
     with pytest.raises(ValueError, match="masks are to be measured, but the detections have none"):
-        CocoAP(open_scenes(str(tmp_path), "detect").train, masks=True).update(0, {**one, "labels": torch.tensor([0])})
+        CocoAP(create_dataset(str(tmp_path), "detect").train, masks=True).update(
+            0, {**one, "labels": torch.tensor([0])}
+        )
     told = [{k: v for k, v in thing(1, 10, [3, 4, 10, 8]).items() if k != "segmentation"}]
     for part in ("train", "val"):
         write_coco(tmp_path, part, content(1, told, categories=CATEGORIES))
     with pytest.raises(DataError, match="needs annotations with outlines, and those of the validation set have none"):
-        CocoAP(open_scenes(str(tmp_path), "detect").val, masks=True)
-    check_detection(open_scenes(str(tmp_path), "detect").val, masks=False)
+        CocoAP(create_dataset(str(tmp_path), "detect").val, masks=True)
+    check_detection(create_dataset(str(tmp_path), "detect").val, masks=False)
     write_coco(tmp_path, "val", content(1, []))
     for masks in (True, False):
         with pytest.raises(DataError, match="there is nothing to find"):
-            CocoAP(open_scenes(str(tmp_path), "detect").val, masks)
+            CocoAP(create_dataset(str(tmp_path), "detect").val, masks)
     monkeypatch.setitem(sys.modules, "pycocotools.coco", None)
     with pytest.raises(ImportError, match=r"average precision needs pycocotools: pip install 'tokamix\[detect\]'"):
-        CocoAP(open_scenes("shapes", "detect").val)
+        CocoAP(create_dataset("shapes", "detect").val)
 
 
 def test_a_run_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +280,7 @@ def test_a_run_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.M
         write_coco(tmp_path, "train", content(1, [good]))
         write_coco(tmp_path, "val", content(1, told))
         with pytest.raises((DataError, ImportError), match=message):
-            run("detect", tmp_path / "run", open_scenes(str(tmp_path), "detect"), batch_size=1, **settings)
+            run("detect", tmp_path / "run", create_dataset(str(tmp_path), "detect"), batch_size=1, **settings)
         assert not (tmp_path / "run/metrics.jsonl").exists()
 
     refused([], "there is nothing to find: no image of the validation set has an annotation that counts")
@@ -290,7 +292,7 @@ def test_a_run_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.M
 
 def test_masks_of_another_size(tmp_path: Path) -> None:
     real_like(tmp_path)
-    dataset = open_scenes(str(tmp_path), "detect").val
+    dataset = create_dataset(str(tmp_path), "detect").val
     metric = CocoAP(dataset, masks=True)
     found = detections(dataset.scene(0), 0)
     metric.update(0, {**found, "masks": found["masks"][:, :100]})

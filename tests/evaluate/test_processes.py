@@ -14,7 +14,7 @@ from tests.evaluate.test_segmentation import by_hand, made_up
 from tests.evaluate.worker import whole
 from tests.train.tiny_dense import run
 from tokamix.cli import app
-from tokamix.data import open_scenes
+from tokamix.data import create_dataset
 from tokamix.evaluate import CocoAP
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ def test_two_processes_are_like_one(folder: Path) -> None:
     assert first == second
     assert first["pixels"] == pytest.approx(by_hand([made_up(i) for i in range(5)]), abs=1e-9)
     assert first["pixels of one"] == pytest.approx(by_hand([made_up(0)]), abs=1e-9)
-    dataset = open_scenes(str(folder), "detect").val
+    dataset = create_dataset(str(folder), "detect").val
     alone, lonely = CocoAP(dataset, masks=True), CocoAP(dataset)
     for i in range(len(dataset)):
         alone.update(i, detections(dataset.scene(i), i))

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from tests.evaluate.test_detection import detections, real_like
 from tests.evaluate.test_segmentation import CLASSES, made_up
 from tests.train.tiny import TINY, tiny_data
-from tokamix.data import ImageData, Scene, SceneData, open_scenes
+from tokamix.data import AnnotatedImage, DatasetSplits, create_dataset
 from tokamix.data.shapes import Shapes, ShapeScenes
 from tokamix.evaluate import CocoAP, MeanIoU, evaluate
 from tokamix.evaluate.dense import evaluate_dense
-from tokamix.registry import create_model
+from tokamix.models._registry import create_model
 
 
 def segmentation(rank: int, world: int) -> dict:
@@ -30,7 +30,7 @@ def detection(rank: int, world: int, folder: Path) -> dict:
     if rank == 0:
         real_like(folder)
     dist.barrier()
-    dataset = open_scenes(str(folder), "detect").val
+    dataset = create_dataset(str(folder), "detect").val
     shared, lonely = CocoAP(dataset, masks=True), CocoAP(dataset)
     for i in range(rank, len(dataset), world):
         shared.update(i, detections(dataset.scene(i), i))
@@ -52,7 +52,7 @@ class Counted(ShapeScenes):
 
     asked = 0
 
-    def scene(self, i: int, masks: bool = True) -> Scene:
+    def scene(self, i: int, masks: bool = True) -> AnnotatedImage:
         self.asked += not masks
         return super().scene(i, masks)
 
@@ -62,7 +62,7 @@ def whole(folder: Path) -> dict:
     answers: dict = {}
     for task in ("segment", "detect"):
         part = Counted(Shapes(7, 32, part="b", large=2), task)
-        answers[task] = evaluate_dense(folder / task, SceneData("few", part, part, part.classes), device="cpu")
+        answers[task] = evaluate_dense(folder / task, DatasetSplits("few", part, part, part.classes), device="cpu")
         answers[f"{task} asked"] = part.asked
     model, data = model_and_data()
     seen: list[int] = []
@@ -71,7 +71,7 @@ def whole(folder: Path) -> dict:
     return answers | {"classify asked": sum(seen)}
 
 
-def model_and_data() -> tuple[torch.nn.Module, ImageData]:
+def model_and_data() -> tuple[torch.nn.Module, DatasetSplits]:
     torch.manual_seed(0)
     model = create_model(str(TINY.model), num_classes=4, img_size=8, **TINY.model_kwargs)
     return model, tiny_data()

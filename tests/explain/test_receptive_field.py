@@ -23,7 +23,7 @@ class Convolutions(nn.Module):
 
 
 def columnar(mixer: str, **kwargs) -> nn.Module:
-    return tokamix.build("columnar_tiny", mixer, **{**SMALL, **kwargs}).double()
+    return tokamix.create_body("columnar_tiny", mixer, **{**SMALL, **kwargs}).double()
 
 
 def test_convolutions_have_the_analytic_field() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tokamix.mixers import ContextBroadcast, Linformer, Performer, Pooling, Site, SoftmaxAttention, make_mixer
+from tokamix.mixers import ContextBroadcast, Linformer, Performer, Pooling, Site, SoftmaxAttention, create_mixer
 from tokamix.mixers.cosformer import cosformer_attention
 from tokamix.mixers.efficient import efficient_attention
 from tokamix.mixers.heads import segment_means
@@ -44,7 +44,7 @@ def weighted_mean(weights: Tensor, v: Tensor) -> Tensor:
 
 
 def make(name: str, grid: tuple[int, int] = GRID, **options) -> nn.Module:
-    return make_mixer(name, Site(DIM, HEADS, grid), **options)
+    return create_mixer(name, Site(DIM, HEADS, grid), **options)
 
 
 def test_softmax_against_its_formula() -> None:

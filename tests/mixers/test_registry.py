@@ -5,7 +5,7 @@ import timm
 import torch
 from torch import nn
 
-from tokamix.mixers import Site, list_mixers, make_mixer, register_mixer
+from tokamix.mixers import Site, create_mixer, list_mixers, register_mixer
 from tokamix.mixers.registry import get_mixer, watch_mixers
 
 # places of the bodies: a column, and the four stages of a pyramid
@@ -33,7 +33,7 @@ def test_number_of_mixers() -> None:
 @pytest.mark.parametrize("site", SITES, ids=lambda s: f"stage{s.stage}")
 def test_mixes_at_any_site(name: str, site: Site) -> None:
     """On the site's own grid and on others, each image by itself."""
-    mixer = make_mixer(name, site).eval()
+    mixer = create_mixer(name, site).eval()
     for grid in (site.grid, (5, 7), (1, 1)):
         x = torch.randn(2, grid[0] * grid[1], site.dim)
         out = mixer(x, grid)
@@ -43,7 +43,7 @@ def test_mixes_at_any_site(name: str, site: Site) -> None:
 
 
 def test_gradients_reach_tokens_and_parameters(name: str) -> None:
-    mixer = make_mixer(name, SITES[0])
+    mixer = create_mixer(name, SITES[0])
     with torch.no_grad():
         for p in mixer.parameters():
             p.add_(torch.randn_like(p) * 0.1)
@@ -56,7 +56,7 @@ def test_gradients_reach_tokens_and_parameters(name: str) -> None:
 
 
 def test_device_and_dtype_reach_every_parameter(name: str) -> None:
-    mixer = make_mixer(name, SITES[2], device="meta", dtype=torch.float64)
+    mixer = create_mixer(name, SITES[2], device="meta", dtype=torch.float64)
     tensors = [*mixer.parameters(), *mixer.buffers()]
     assert all(t.device.type == "meta" and (t.dtype == torch.float64 or not t.is_floating_point()) for t in tensors)
     x = torch.randn(1, 144, 48, dtype=torch.float64, device="meta")
@@ -65,7 +65,7 @@ def test_device_and_dtype_reach_every_parameter(name: str) -> None:
 
 def test_what_mixes_and_what_does_not(name: str) -> None:
     """A token changes what others get, except without a mixer; mixing never leaves the tokens as they were."""
-    mixer = make_mixer(name, SITES[0]).double().eval()
+    mixer = create_mixer(name, SITES[0]).double().eval()
     x = torch.randn(1, 36, 48, dtype=torch.float64)
     other = x.clone()
     other[:, 7] += 1
@@ -87,9 +87,9 @@ def test_registering() -> None:
 
 def test_unknown_names() -> None:
     with pytest.raises(ValueError, match="there is no mixer 'soft_max'; did you mean softmax"):
-        make_mixer("soft_max", SITES[0])
+        create_mixer("soft_max", SITES[0])
     with pytest.raises(ValueError, match="there is no mixer 'zzz'; choose one of softmax, xca"):
-        make_mixer("zzz", SITES[0])
+        create_mixer("zzz", SITES[0])
 
 
 def test_every_mixer_is_in_every_body(name: str) -> None:

@@ -6,7 +6,7 @@ import torch
 
 import tokamix
 from tokamix.mixers import list_mixers
-from tokamix.models.bodies import BODIES, build
+from tokamix.models.bodies import BODIES, create_body
 
 
 def shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
@@ -24,7 +24,7 @@ def shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
     ],
 )
 def test_sizes(body: str, params: int, macs: int) -> None:
-    model = build(body, "softmax", device="meta")
+    model = create_body(body, "softmax", device="meta")
     assert sum(p.numel() for p in model.parameters()) == params
     assert tokamix.count_macs(model, 224) == macs
 
@@ -32,14 +32,14 @@ def test_sizes(body: str, params: int, macs: int) -> None:
 @pytest.mark.parametrize("body", BODIES)
 def test_only_the_mixer_differs(body: str) -> None:
     small = {"depth": 2} if body.startswith("columnar") else {"depths": (2, 1, 1, 1)}
-    expected = shapes(build(body, "softmax", device="meta", **small))
+    expected = shapes(create_body(body, "softmax", device="meta", **small))
     for mixer in list_mixers():
-        assert shapes(build(body, mixer, device="meta", **small)) == expected, mixer
+        assert shapes(create_body(body, mixer, device="meta", **small)) == expected, mixer
 
 
 def test_build_is_what_timm_creates() -> None:
     torch.manual_seed(1)
-    built = build("columnar_tiny", "xca", depth=2, num_classes=5)
+    built = create_body("columnar_tiny", "xca", depth=2, num_classes=5)
     torch.manual_seed(1)
     created = timm.create_model("columnar_tiny_xca", depth=2, num_classes=5)
     assert built.pretrained_cfg == created.pretrained_cfg
@@ -57,21 +57,21 @@ def test_every_pair_is_registered() -> None:
 
 def test_unknown_names() -> None:
     with pytest.raises(ValueError, match="there is no body 'columnar_tinny'; did you mean columnar_tiny"):
-        build("columnar_tinny", "sima")
+        create_body("columnar_tinny", "sima")
     with pytest.raises(ValueError, match="there is no body 'x'; choose one of columnar_tiny, "):
-        build("x", "sima")
+        create_body("x", "sima")
     with pytest.raises(ValueError, match="there is no mixer 'simma'; did you mean sima"):
-        build("columnar_tiny", "simma")
+        create_body("columnar_tiny", "simma")
     with pytest.raises(ValueError, match="must have a value for each stage"):
-        build("pyramid_tiny", "sima", depths=(1, 1))
+        create_body("pyramid_tiny", "sima", depths=(1, 1))
 
 
 @pytest.mark.parametrize(("body", "blocks"), [("columnar_tiny", "blocks.1"), ("pyramid_tiny", "stages.1.blocks.0")])
 def test_context_broadcasting_ends_the_mlp(body: str, blocks: str) -> None:
     depths = {"depth": 2} if body.startswith("columnar") else {"depths": (1, 1, 1, 1)}
-    plain = build(body, "sima", **depths).double().eval()
-    with_cb = build(body, "sima", context_broadcast="cb", **depths).double().eval()
-    scaled = build(body, "sima", context_broadcast="cbs", **depths).double().eval()
+    plain = create_body(body, "sima", **depths).double().eval()
+    with_cb = create_body(body, "sima", context_broadcast="cb", **depths).double().eval()
+    scaled = create_body(body, "sima", context_broadcast="cbs", **depths).double().eval()
     with_cb.load_state_dict(plain.state_dict())  # it has no parameter more
     new = {n: p.shape for n, p in scaled.state_dict().items() if n not in plain.state_dict()}
     assert len(new) == sum(depths.get("depths", (2,)))
@@ -86,32 +86,37 @@ def test_context_broadcasting_ends_the_mlp(body: str, blocks: str) -> None:
 
 def test_context_broadcasting_needs_a_class_token_for_its_gate() -> None:
     with pytest.raises(ValueError, match="'gate' multiplies by the class token, and there is none"):
-        build("columnar_tiny", "sima", context_broadcast="gate", device="meta")
+        create_body("columnar_tiny", "sima", context_broadcast="gate", device="meta")
     with pytest.raises(ValueError, match="unknown kind 'x'"):
-        build("columnar_tiny", "sima", context_broadcast="x", device="meta")
+        create_body("columnar_tiny", "sima", context_broadcast="x", device="meta")
 
 
 def test_mixers_take_options() -> None:
-    model = build("columnar_tiny", "cosformer", depth=1, mixer_kwargs={"reweight": True}).eval()
+    model = create_body("columnar_tiny", "cosformer", depth=1, mixer_kwargs={"reweight": True}).eval()
     assert model.blocks[0].mixer.reweight
-    plain = build("columnar_tiny", "cosformer", depth=1).eval()
+    plain = create_body("columnar_tiny", "cosformer", depth=1).eval()
     plain.load_state_dict(model.state_dict())
     x = torch.randn(1, 3, 64, 64)
     assert not torch.allclose(plain(x), model(x))
-    cell = build("pyramid_tiny", "super_token", device="meta", mixer_kwargs={"cell": 2}).stages[0].blocks[0].mixer.cell
+    cell = (
+        create_body("pyramid_tiny", "super_token", device="meta", mixer_kwargs={"cell": 2})
+        .stages[0]
+        .blocks[0]
+        .mixer.cell
+    )
     assert cell == (2, 2)
 
 
 def test_mixers_are_fitted_to_their_site() -> None:
-    stages = build("pyramid_tiny", "weight_mixing", device="meta").stages
+    stages = create_body("pyramid_tiny", "weight_mixing", device="meta").stages
     windows = [[(block.mixer.window, block.mixer.shift) for block in stage.blocks[:2]] for stage in stages]
     shifted = [((7, 7), (0, 0)), ((7, 7), (3, 3))]
     assert windows == [shifted, shifted, [((14, 14), (0, 0))] * 2, [((7, 7), (0, 0))] * 2]
-    assert build("columnar_tiny", "weight_mixing", device="meta", img_size=160).blocks[0].mixer.window == (10, 10)
-    cells = [stage.blocks[0].mixer.cell for stage in build("pyramid_tiny", "super_token", device="meta").stages]
+    assert create_body("columnar_tiny", "weight_mixing", device="meta", img_size=160).blocks[0].mixer.window == (10, 10)
+    cells = [stage.blocks[0].mixer.cell for stage in create_body("pyramid_tiny", "super_token", device="meta").stages]
     assert cells == [(8, 8), (4, 4), (1, 1), (1, 1)]
     offsets = [
-        build(body, "active_token", device="meta").get_submodule(block).mixer.offset[1].out_features
+        create_body(body, "active_token", device="meta").get_submodule(block).mixer.offset[1].out_features
         for body, block in (("columnar_tiny", "blocks.0"), ("pyramid_small", "stages.0.blocks.0"))
     ]
     assert offsets == [2 * 192 // 4, 2 * 96 // 2]
@@ -122,10 +127,10 @@ def test_mixers_are_fitted_to_their_site() -> None:
 def test_other_image_sizes(body: str, mixer: str) -> None:
     """Tables resized on the fly, for good by set_input_size, and when a checkpoint is loaded, give the same."""
     sizes = {"depth": 1} if body.startswith("columnar") else {"depths": (1, 1, 1, 1)}
-    model = build(body, mixer, img_size=224, num_classes=3, **sizes).double().eval()
+    model = create_body(body, mixer, img_size=224, num_classes=3, **sizes).double().eval()
     x = torch.randn(1, 3, 256, 256, dtype=torch.float64)
     expected = model(x)
-    other = build(body, mixer, img_size=256, num_classes=3, **sizes).double().eval()
+    other = create_body(body, mixer, img_size=256, num_classes=3, **sizes).double().eval()
     tokamix.load_checkpoint(other, model.state_dict())
     torch.testing.assert_close(other(x), expected)
     model.set_input_size(256)
@@ -139,7 +144,9 @@ def test_other_image_sizes(body: str, mixer: str) -> None:
     ("body", "size"), [("columnar_tiny", {"depth": 1}), ("pyramid_tiny", {"depths": (1, 1, 1, 1)})]
 )
 def test_weight_init(body: str, size: dict) -> None:
-    fixed, fan_in = (build(body, "softmax", weight_init=kind, num_classes=100, **size) for kind in ("fixed", "fan_in"))
+    fixed, fan_in = (
+        create_body(body, "softmax", weight_init=kind, num_classes=100, **size) for kind in ("fixed", "fan_in")
+    )
     for (name, a), b in zip(fixed.state_dict().items(), fan_in.state_dict().values(), strict=True):
         if a.ndim == 2 and not name.startswith("head"):
             assert a.std() == pytest.approx(0.02, rel=0.1), name
@@ -150,4 +157,4 @@ def test_weight_init(body: str, size: dict) -> None:
     fan_in.reset_classifier(1000)
     assert fan_in.state_dict()["head.weight"].std() == pytest.approx(0.02, rel=0.1)
     with pytest.raises(ValueError, match="unknown weight_init 'xavier': choose one of fixed, fan_in"):
-        build(body, "softmax", weight_init="xavier")
+        create_body(body, "softmax", weight_init="xavier")

@@ -23,7 +23,7 @@ def test_losses_with_and_without_kernels(mixer: str, context_broadcast: str | No
     for backend in ("eager", "triton"):
         torch.manual_seed(0)
         sizes = {"img_size": 12, "patch_size": 4, "dim": 16, "depth": 1, "num_heads": 2, "num_classes": 4}
-        model = tokamix.build("columnar_tiny", mixer, context_broadcast=context_broadcast, **sizes).to(DEVICE)
+        model = tokamix.create_body("columnar_tiny", mixer, context_broadcast=context_broadcast, **sizes).to(DEVICE)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         with dispatch.use_backend(backend):
             losses[backend] = [step(model, optimizer, images, labels) for _ in range(STEPS)]

@@ -12,4 +12,4 @@ def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     def draw(rows: list, path: Path, shown: dict) -> None:
         path.write_bytes(b"drawn")
 
-    monkeypatch.setattr("tokamix.train.run_folder.draw_curves", draw)
+    monkeypatch.setattr("tokamix.train.output.run_folder.draw_curves", draw)

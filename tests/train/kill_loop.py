@@ -19,7 +19,7 @@ from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
 import tokamix.train  # noqa: F401
 from tokamix.cli import app
-from tokamix.data import open_data
+from tokamix.data import create_dataset
 
 COMMAND = "train --data digits --recipe digits --save-every 3 --log-every 2 --quiet --device cpu"
 KILLS = 8
@@ -45,7 +45,7 @@ def stamp(file: Path) -> int:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    open_data("digits")  # this and the imports cost once, for all processes
+    create_dataset("digits")  # this and the imports cost once, for all processes
     draw = random.Random(0)
     begun = time.monotonic()
     child = start(folder / "whole")

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from tests.train.tiny import run, tiny_data
 from tokamix.cli import app
 from tokamix.recipes import list_recipes, load_recipe
-from tokamix.train.engine import NotFiniteError
-from tokamix.train.progress import Display
+from tokamix.train.loop.engine import NotFiniteError
+from tokamix.train.output.progress import Display
 
 SMALL = "--set epochs=2 --set warmup_epochs=1 --set batch_size=256 --set image_size=8 --set model_kwargs.img_size=8"
 SMALL += " --set model_kwargs.dim=16 --set model_kwargs.depth=1 --device cpu --recipe digits --data digits"

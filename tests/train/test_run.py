@@ -19,16 +19,16 @@ from timm.layers import DropPath
 
 import tokamix
 from tests.train.tiny import TINY, run, tiny_data
-from tokamix.compiling import compile_blocks
-from tokamix.data import make_loader
+from tokamix.compile import compile_blocks
+from tokamix.data import create_loader
 from tokamix.evaluate import evaluate
+from tokamix.files import write_tensors
 from tokamix.train import train
-from tokamix.train.build import build_model, data_config, timm_config
-from tokamix.train.curves import draw_curves
-from tokamix.train.engine import Engine
-from tokamix.train.files import write_tensors
-from tokamix.train.optim import make_optimizer
-from tokamix.train.state import whole_weights
+from tokamix.train.loop.engine import Engine
+from tokamix.train.loop.optim import create_optimizer
+from tokamix.train.loop.state import whole_weights
+from tokamix.train.output.curves import draw_curves
+from tokamix.train.setup.model import build_model, data_config, timm_config
 
 
 @pytest.fixture(scope="module")
@@ -224,8 +224,8 @@ def test_the_engine_is_a_plain_loop(tmp_path: Path) -> None:
     train(None, tiny_data(), recipe, tmp_path / "a", quiet=True, device="cpu")
     torch.manual_seed(recipe.seed)
     model = timm.create_model(recipe.model, num_classes=4, img_size=8, **recipe.model_kwargs)
-    optimizer = make_optimizer(model, recipe, torch.device("cpu"))
-    loader = make_loader(tiny_data().train, recipe, train=True, batch_size=16)
+    optimizer = create_optimizer(model, recipe, torch.device("cpu"))
+    loader = create_loader(tiny_data().train, recipe, train=True, batch_size=16)
     for epoch in range(2):
         for images, labels in loader.epoch(epoch):
             loss = F.cross_entropy(model(images), labels, label_smoothing=0.1)

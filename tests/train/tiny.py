@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tokamix.data import ArraySet, ImageData
+from tokamix.data import ArrayDataset, DatasetSplits
 from tokamix.recipes import Recipe
 from tokamix.train import RunResult, train
 
@@ -25,24 +25,24 @@ TINY = Recipe(
 )
 
 
-def tiny_data(classes: int = 4, train: int = 80, val: int = 37, channels: int = 3, seed: int = 0) -> ImageData:
+def tiny_data(classes: int = 4, train: int = 80, val: int = 37, channels: int = 3, seed: int = 0) -> DatasetSplits:
     """Noise over stripes whose direction and width tell the class."""
     line = torch.arange(8)
     stripes = [(line // width) % 2 for width in (1, 2)]
     patterns = [pattern for stripe in stripes for pattern in (stripe[:, None].expand(8, 8), stripe.expand(8, 8))]
 
-    def part(count: int, shift: int) -> ArraySet:
+    def part(count: int, shift: int) -> ArrayDataset:
         draw = torch.Generator().manual_seed(seed + shift)
         labels = torch.arange(count) % classes
         images = torch.randint(0, 120, (count, channels, 8, 8), generator=draw, dtype=torch.uint8)
         for image, label in zip(images, labels.tolist(), strict=True):
             image += (110 * patterns[label]).byte()
-        return ArraySet(images, labels, [f"class {i}" for i in range(classes)])
+        return ArrayDataset(images, labels, [f"class {i}" for i in range(classes)])
 
-    return ImageData("tiny", part(train, 0), part(val, 1), tuple(f"class {i}" for i in range(classes)))
+    return DatasetSplits("tiny", part(train, 0), part(val, 1), tuple(f"class {i}" for i in range(classes)))
 
 
-def run(output: Path, data: ImageData | str | None = None, **settings: Any) -> RunResult:
+def run(output: Path, data: DatasetSplits | str | None = None, **settings: Any) -> RunResult:
     """Train the tiny model; settings of the recipe and arguments of `train` may both be given."""
     recipe = {key: value for key, value in settings.items() if key in TINY.to_dict()}
     others = {key: value for key, value in settings.items() if key not in recipe}

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tokamix.data.scenes import SceneData
+from tokamix.data.annotated.datasets import DatasetSplits
 from tokamix.data.shapes import Shapes, ShapeScenes
 from tokamix.recipes import Recipe
 from tokamix.train import RunResult, train
@@ -30,11 +30,11 @@ DETECT = replace(SEGMENT, name="tiny_detect", task="detect", method="retinanet",
 RECIPES = {"segment": SEGMENT, "detect": DETECT}
 
 
-def tiny_scenes(task: str, train: int = 10, val: int = 5, side: int = 32) -> SceneData:
+def tiny_scenes(task: str, train: int = 10, val: int = 5, side: int = 32) -> DatasetSplits:
     """A few scenes; the first validation scenes are the training's where `val` is 0."""
     counts = {"a": train, "b": val} if val else {"a": train}
     parts = [ShapeScenes(Shapes(count, side, part=part, large=2), task) for part, count in counts.items()]
-    return SceneData("tiny scenes", parts[0], parts[-1], parts[0].classes)
+    return DatasetSplits("tiny scenes", parts[0], parts[-1], parts[0].classes)
 
 
 def run(task: str, output: Path, data: Any = None, **settings: Any) -> RunResult:

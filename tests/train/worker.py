@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from tests.train.tiny import run
-from tokamix.train.engine import Engine
+from tokamix.train.loop.engine import Engine
 
 
 def kill_before(update: int) -> None:

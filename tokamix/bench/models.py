@@ -10,8 +10,8 @@ from timm.utils import reparameterize_model
 from torch import Tensor
 
 from tokamix.bench.timing import median_ms, peak_gb, relative_rmse
+from tokamix.models._registry import create_model
 from tokamix.ops.dispatch import use_backend
-from tokamix.registry import create_model
 
 CHECKED = 4  # images whose logits are held against float32 before a time counts
 

@@ -1,36 +1,28 @@
-"""Data sets by name or path, and batches of them on the device.
+"""Data sets by name or path, and batches of them on the device."""
 
-data = open_data("digits")
-loader = make_loader(data.train, load_recipe("digits"), train=True, batch_size=64)
-for images, labels in loader.epoch(0): ...
-
-For segmentation and detection: `open_scenes("shapes", "detect")` and `make_scene_loader`.
-"""
-
+from tokamix.data.annotated.datasets import AnnotatedDataset, AnnotatedImage
+from tokamix.data.annotated.loader import AnnotatedLoader, create_annotated_loader
+from tokamix.data.create import create_dataset
 from tokamix.data.decode import DataError, decode
-from tokamix.data.loaders import Loader, make_loader
-from tokamix.data.mix import mix
-from tokamix.data.scene_loader import SceneLoader, make_scene_loader
-from tokamix.data.scenes import Scene, SceneData, SceneSet, open_scenes
-from tokamix.data.sets import ArraySet, Dataset
-from tokamix.data.sources import ImageData, open_data
-from tokamix.data.streams import Stream
+from tokamix.data.images.datasets import ArrayDataset, ImageDataset
+from tokamix.data.images.loader import Loader, create_loader
+from tokamix.data.images.mixup import mix
+from tokamix.data.images.streams import ImageStream
+from tokamix.data.splits import DatasetSplits
 
 __all__ = [
-    "ArraySet",
+    "AnnotatedDataset",
+    "AnnotatedImage",
+    "AnnotatedLoader",
+    "ArrayDataset",
     "DataError",
-    "Dataset",
-    "ImageData",
+    "DatasetSplits",
+    "ImageDataset",
+    "ImageStream",
     "Loader",
-    "Scene",
-    "SceneData",
-    "SceneLoader",
-    "SceneSet",
-    "Stream",
+    "create_annotated_loader",
+    "create_dataset",
+    "create_loader",
     "decode",
-    "make_loader",
-    "make_scene_loader",
     "mix",
-    "open_data",
-    "open_scenes",
 ]

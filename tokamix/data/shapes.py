@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokamix.data.annotated.datasets import AnnotatedDataset, AnnotatedImage, classes_of_pixels
 from tokamix.data.decode import DataError
-from tokamix.data.keyed import key
-from tokamix.data.scenes import Scene, SceneSet, classes_of_pixels
-from tokamix.data.sets import Dataset
+from tokamix.data.images.datasets import ImageDataset
+from tokamix.data.rng import key
 
 CLASSES = ("circle", "square", "triangle", "cross", "ring", "star", "crescent", "bar")
 SMALL = 2  # at most so many small things besides the large one
@@ -20,10 +20,10 @@ SCENE_LARGE = 3  # large things of a scene to detect or segment, at most
 TRIES = 20  # to find a place for a further large thing
 
 
-class Shapes(Dataset):
+class Shapes(ImageDataset):
     """Flat shapes, turned and coloured at random, over a shaded and noisy ground; one is large, the others distract.
 
-    Scene i is a function of (seed, part, i) alone.
+    AnnotatedImage i is a function of (seed, part, i) alone.
 
     Args:
         count: scenes.
@@ -39,7 +39,7 @@ class Shapes(Dataset):
         shuffled = np.random.default_rng(key("shapes", seed, part)).permutation(count)
         super().__init__(shuffled % len(CLASSES), CLASSES)
 
-    def scene(self, i: int) -> Scene:
+    def scene(self, i: int) -> AnnotatedImage:
         """Scene i with its boxes and masks."""
         draw = np.random.default_rng(key("shapes", self.seed, self.part, i))
         label, side = int(self.labels[i]), self.side
@@ -63,7 +63,7 @@ class Shapes(Dataset):
         masks = owner == np.arange(len(things))[:, None, None]
         seen = masks.any((1, 2))  # something small may lie behind the large one
         masks = masks[seen]
-        scene = Scene(
+        scene = AnnotatedImage(
             image=torch.from_numpy(image.clip(0, 255).round().astype(np.uint8)),
             boxes=torch.tensor([_box(mask) for mask in masks], dtype=torch.float32),
             labels=torch.tensor([thing["kind"] for thing in things])[torch.from_numpy(seen)],
@@ -101,19 +101,19 @@ class Shapes(Dataset):
         return torch.stack([self.picture(i) for i in range(len(self))])
 
 
-class ShapeScenes(SceneSet):
+class ShapeScenes(AnnotatedDataset):
     """Shapes for a dense task: the classes of things, or background and those; drawn once."""
 
     def __init__(self, shapes: Shapes, task: str) -> None:
         self.shapes = shapes
         self.classes = CLASSES if task == "detect" else ("background", *CLASSES)
         self.category_ids = tuple(range(1, 1 + len(self.classes)))
-        self.drawn: dict[int, Scene] = {}
+        self.drawn: dict[int, AnnotatedImage] = {}
 
     def __len__(self) -> int:
         return len(self.shapes)
 
-    def scene(self, i: int, masks: bool = True) -> Scene:
+    def scene(self, i: int, masks: bool = True) -> AnnotatedImage:
         """Scene i."""
         if i not in self.drawn:
             self.drawn[i] = self.shapes.scene(i)
@@ -124,7 +124,7 @@ class ShapeScenes(SceneSet):
         return f"scene {i}"
 
 
-def open_shapes(size: str, task: str, seed: int) -> tuple[SceneSet, SceneSet]:
+def open_shapes(size: str, task: str, seed: int) -> tuple[AnnotatedDataset, AnnotatedDataset]:
     """Scenes for training and for validation, of the size that stands in a source's name."""
     side = check_side(size, default=128)
     train, val = (Shapes(count, side, seed, f"{part} scenes", SCENE_LARGE) for part, count in SCENES.items())

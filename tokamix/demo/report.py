@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tokamix.demo.draw import Axis, Line, chart, png
+from tokamix.demo.charts import Axis, Line, chart, png
 
 TEMPLATE = Path(__file__).with_name("report.html")
 HEAT = ((8, 12, 28), (44, 30, 100), (140, 40, 120), (226, 88, 80), (252, 170, 74), (255, 246, 190))  # from 0 to 1

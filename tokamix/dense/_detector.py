@@ -16,11 +16,11 @@ from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import box_iou, clip_boxes_to_image
 from torchvision.ops.poolers import LevelMapper
 
-from tokamix.dense.backbone import Backbone, DenseModel
+from tokamix.dense.backbone import DenseBackbone, DenseModel
 from tokamix.dense.fpn import FPN
 from tokamix.ops.mask_paste.op import paste_masks
-from tokamix.ops.region_align.op import align_regions
-from tokamix.ops.suppression.op import suppress
+from tokamix.ops.nms.op import suppress
+from tokamix.ops.roi_align.op import align_regions
 
 Sizes = Sequence[tuple[int, int]]
 Target = dict[str, Tensor]
@@ -39,7 +39,7 @@ class Detector(DenseModel):
     overlap = 0.5  # IoU from which the better of two boxes of a class hides the other
     most = 100  # detections in an image
 
-    def __init__(self, backbone: Backbone, neck: FPN, num_classes: int) -> None:
+    def __init__(self, backbone: DenseBackbone, neck: FPN, num_classes: int) -> None:
         super().__init__()
         if num_classes < 1:
             raise ValueError(f"{self.method} needs at least one class, got {num_classes}; background is not counted")

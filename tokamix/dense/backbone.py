@@ -16,7 +16,7 @@ from tokamix.checkpoint import load_checkpoint, read_checkpoint, unwrap
 from tokamix.dense.vit_pyramid import VitPyramid, taps
 from tokamix.layers import channels_first, channels_last
 from tokamix.models._backbone import Pyramid
-from tokamix.registry import create_model
+from tokamix.models._registry import create_model
 
 # what some of timm's models must be told before they take images of any size; the first that a model knows is used
 ANY_SIZE: tuple[dict[str, Any], ...] = (
@@ -39,8 +39,8 @@ class LevelNorms(nn.ModuleList):
         return [channels_first(norm(channels_last(x))) for norm, x in zip(self, maps, strict=True)]
 
 
-class Backbone(nn.Module):
-    """A model's maps at strides 4 to 32, normalised or scaled for the necks that follow; see `make_backbone`.
+class DenseBackbone(nn.Module):
+    """A model's maps at strides 4 to 32, normalised or scaled for the necks that follow; see `create_backbone`.
 
     Args:
         body: a timm model.
@@ -103,7 +103,7 @@ class Backbone(nn.Module):
         )
 
     @torch.jit.ignore
-    def skip(self, count: int) -> "Backbone":
+    def skip(self, count: int) -> "DenseBackbone":
         """The same body, with nothing done to the first `count` levels, for necks that do not look at them.
 
         Layers there would get no gradient, which several processes cannot train with, and cost time.
@@ -114,7 +114,7 @@ class Backbone(nn.Module):
             for i in range(count):
                 layers[i] = nn.Identity()
         rest = (self.channels, self.strides, self.multiple, self.in_chans, self.fixed)
-        return Backbone(self.body, self.indices, levels, *rest)
+        return DenseBackbone(self.body, self.indices, levels, *rest)
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -133,7 +133,7 @@ class DenseModel(nn.Module):
     """A network on a backbone: a segmenter or a detector."""
 
     method = ""
-    backbone: Backbone
+    backbone: DenseBackbone
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -146,7 +146,7 @@ class DenseModel(nn.Module):
         return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
 
 
-def make_backbone(
+def create_backbone(
     model: str | nn.Module,
     *,
     level_norm: bool = True,
@@ -154,7 +154,7 @@ def make_backbone(
     checkpoint: str | Path | Mapping[str, Any] | None = None,
     drop_path: float | None = None,
     **kwargs: Any,
-) -> Backbone:
+) -> DenseBackbone:
     """A backbone out of a timm model.
 
     Pyramids give their levels from stride 4 on; columns (DeiT, XCiT and their relatives) give four through
@@ -162,7 +162,7 @@ def make_backbone(
     in many of them.
 
     Args:
-        model: its name, or the model itself; a `Backbone` is returned as it is.
+        model: its name, or the model itself; a `DenseBackbone` is returned as it is.
         level_norm: put a LayerNorm on each level of pyramids that carry channels-last maps (ATMNet, STViT, AMixer,
             Swin), whose features are a sum nobody normalised.
         pretrained: load timm's weights.
@@ -171,7 +171,7 @@ def make_backbone(
         drop_path: stochastic depth; None leaves it as the model has it.
         kwargs: for the model.
     """
-    if isinstance(model, Backbone):
+    if isinstance(model, DenseBackbone):
         return model
     if isinstance(model, str):
         if drop_path is not None:
@@ -221,7 +221,7 @@ def make_backbone(
     if saved and levels.state_dict():
         levels.load_state_dict(saved)
     in_chans = kwargs.get("in_chans", 3) if isinstance(model, str) else None
-    return _sized(Backbone(body, indices, levels, channels, strides, multiple, in_chans), kwargs, reductions[-1])
+    return _sized(DenseBackbone(body, indices, levels, channels, strides, multiple, in_chans), kwargs, reductions[-1])
 
 
 def _create(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
@@ -243,7 +243,7 @@ def _read(checkpoint: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def split_levels(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Take out of a state dict what belongs to `Backbone.levels`, under our names or the papers'."""
+    """Take out of a state dict what belongs to `DenseBackbone.levels`, under our names or the papers'."""
     levels = {n.removeprefix("levels."): state.pop(n) for n in list(state) if n.startswith("levels.")}
     norms = {name: found for name in state if (found := LEVEL_NORM.fullmatch(name))}
     if any(found[1] == "0" for found in norms.values()):  # counted from 1 they are something else
@@ -251,7 +251,7 @@ def split_levels(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return levels
 
 
-def _from_feature_list(name: str, pretrained: bool, kwargs: dict[str, Any]) -> Backbone:
+def _from_feature_list(name: str, pretrained: bool, kwargs: dict[str, Any]) -> DenseBackbone:
     """A backbone out of one of timm's older models, which only `features_only` takes apart."""
     info = create_model(name, features_only=True, device="meta").feature_info
     indices = [i for i, stride in zip(info.out_indices, info.reduction(), strict=True) if stride >= 4]
@@ -259,11 +259,11 @@ def _from_feature_list(name: str, pretrained: bool, kwargs: dict[str, Any]) -> B
     strides = body.feature_info.reduction()
     channels = body.feature_info.channels()
     chans = kwargs.get("in_chans", 3)
-    return _sized(Backbone(body, None, nn.Identity(), channels, strides, strides[-1], chans), kwargs, strides[-1])
+    return _sized(DenseBackbone(body, None, nn.Identity(), channels, strides, strides[-1], chans), kwargs, strides[-1])
 
 
 @torch.no_grad()
-def _sized(backbone: Backbone, kwargs: dict[str, Any], stride: int) -> Backbone:
+def _sized(backbone: DenseBackbone, kwargs: dict[str, Any], stride: int) -> DenseBackbone:
     """The backbone, which now knows the size of images that its body, of this stride, takes."""
     cfg = getattr(backbone.body, "pretrained_cfg", None) or {}
     size = (cfg.get("input_size") or (3, 224, 224))[1:]

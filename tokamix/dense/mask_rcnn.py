@@ -26,9 +26,9 @@ from tokamix.dense._detector import (
     leading,
     pick,
 )
-from tokamix.dense.backbone import Backbone
+from tokamix.dense.backbone import DenseBackbone
 from tokamix.dense.fpn import FPN
-from tokamix.ops.suppression.op import suppress
+from tokamix.ops.nms.op import suppress
 
 HIDDEN = 1024  # features of a box head
 MASK_SIDE = 28  # pixels of a mask that is learned
@@ -255,7 +255,7 @@ class MaskRCNN(Detector):
 
     def __init__(
         self,
-        backbone: Backbone,
+        backbone: DenseBackbone,
         num_classes: int,
         neck: Callable[..., FPN] = FPN,
         width: int = 256,

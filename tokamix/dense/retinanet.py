@@ -10,7 +10,7 @@ from torchvision.models.detection.retinanet import RetinaNetHead
 from torchvision.ops import sigmoid_focal_loss
 
 from tokamix.dense._detector import Anchors, Assigner, Coder, Detector, Target, assign_anchors, leading, pick
-from tokamix.dense.backbone import Backbone
+from tokamix.dense.backbone import DenseBackbone
 from tokamix.dense.fpn import FPN
 
 
@@ -25,7 +25,9 @@ class RetinaNet(Detector):
     method = "retinanet"
     candidates = 1000  # (anchor, class) pairs of each level that enter the suppression
 
-    def __init__(self, backbone: Backbone, num_classes: int, neck: Callable[..., FPN] = FPN, width: int = 256) -> None:
+    def __init__(
+        self, backbone: DenseBackbone, num_classes: int, neck: Callable[..., FPN] = FPN, width: int = 256
+    ) -> None:
         pyramid = neck(backbone.channels, width, outs=5, extra="conv", start=1, strides=backbone.strides)
         super().__init__(backbone, pyramid, num_classes)
         self.anchors = Anchors(self.neck.strides, [4 * 2 ** (i / 3) for i in range(3)])

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tokamix.dense.backbone import Backbone, DenseModel
+from tokamix.dense.backbone import DenseBackbone, DenseModel
 from tokamix.layers import Layers
 
 IGNORE = 255  # the label of pixels that count neither in training nor in evaluation
@@ -73,7 +73,7 @@ class Segmenter(DenseModel):
 
     def __init__(
         self,
-        backbone: Backbone,
+        backbone: DenseBackbone,
         num_classes: int,
         neck: nn.Module | None,
         head: nn.Module,

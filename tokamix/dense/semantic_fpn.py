@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from tokamix.dense.backbone import Backbone
+from tokamix.dense.backbone import DenseBackbone
 from tokamix.dense.fpn import FPN
 from tokamix.dense.mmseg import checkpoint_filter_fn  # noqa: F401  (load_checkpoint looks for it here)
 from tokamix.dense.segmenter import Classifier, ConvNorm, Segmenter, doublings, resize
@@ -56,6 +56,6 @@ class SemanticFPN(Segmenter):
 
     method = "semantic_fpn"
 
-    def __init__(self, backbone: Backbone, num_classes: int, neck: FPN, width: int = 128) -> None:
+    def __init__(self, backbone: DenseBackbone, num_classes: int, neck: FPN, width: int = 128) -> None:
         head = SemanticFPNHead(neck.width, neck.strides, num_classes, width)
         super().__init__(backbone, num_classes, neck, head)

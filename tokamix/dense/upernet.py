@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tokamix.dense.backbone import Backbone
+from tokamix.dense.backbone import DenseBackbone
 from tokamix.dense.mmseg import checkpoint_filter_fn  # noqa: F401  (load_checkpoint looks for it here)
 from tokamix.dense.segmenter import AuxiliaryHead, Classifier, ConvNorm, Segmenter, resize
 
@@ -69,7 +69,7 @@ class UperNet(Segmenter):
 
     method = "upernet"
 
-    def __init__(self, backbone: Backbone, num_classes: int, width: int = 512, aux: bool = True) -> None:
+    def __init__(self, backbone: DenseBackbone, num_classes: int, width: int = 512, aux: bool = True) -> None:
         head = UperHead(backbone.channels, num_classes, width)
         level = len(backbone.channels) - 2
         auxiliary = AuxiliaryHead(backbone.channels[level], num_classes) if aux else None

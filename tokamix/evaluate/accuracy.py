@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tokamix.checkpoint import load_checkpoint
-from tokamix.data import ImageData, Loader, make_loader, open_data
-from tokamix.processes import share
+from tokamix.data import DatasetSplits, Loader, create_dataset, create_loader
+from tokamix.distributed import share
+from tokamix.models._registry import create_model
 from tokamix.recipes import Recipe
-from tokamix.registry import create_model
 
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
 
@@ -62,7 +62,7 @@ def _same_number(loader: Loader, needed: bool) -> Iterator[tuple[Tensor, Tensor]
 
 def evaluate(
     source: str | Path | nn.Module,
-    data: str | ImageData,
+    data: str | DatasetSplits,
     *,
     model: str | None = None,
     image_size: int | None = None,
@@ -76,7 +76,7 @@ def evaluate(
     Args:
         source: the folder of a run, a checkpoint file (then `model` names what it is of), a timm name whose pretrained
             weights are taken, or a module.
-        data: the data set, as `tokamix.data.open_data` takes it; its validation part is used.
+        data: the data set, as `tokamix.create_dataset` takes it; its validation part is used.
         model: the model's name, for a checkpoint file.
         image_size: side in pixels; default: what the model was trained at.
         batch_size: images of one forward pass.
@@ -85,7 +85,7 @@ def evaluate(
         corrupt: what to do with pictures that cannot be decoded: stop and name the first, or skip them.
     """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    opened = open_data(data) if isinstance(data, str) else data
+    opened = create_dataset(data) if isinstance(data, str) else data
     network = (source if isinstance(source, nn.Module) else load_model(source, model, len(opened.classes))).to(place)
     answers = getattr(network, "num_classes", len(opened.classes))
     if answers != len(opened.classes):
@@ -98,7 +98,7 @@ def evaluate(
         interpolation=config["interpolation"],
     )
     reading: dict[str, Any] = {"batch_size": batch_size, "device": place, "workers": workers, "corrupt": corrupt}
-    loader = make_loader(opened.val, recipe, train=False, **reading, **statistics(config), **share())
+    loader = create_loader(opened.val, recipe, train=False, **reading, **statistics(config), **share())
     return accuracy(network, loader)
 
 

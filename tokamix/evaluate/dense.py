@@ -8,13 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tokamix.data.scene_loader import make_scene_loader
-from tokamix.data.scenes import SceneData, SceneSet, open_scenes
+from tokamix.data import AnnotatedDataset, DatasetSplits, create_dataset
+from tokamix.data.annotated.loader import create_annotated_loader
 from tokamix.dense.saved import Config, load_dense
 from tokamix.dense.windows import classify
+from tokamix.distributed import share
 from tokamix.evaluate.detection import CocoAP
 from tokamix.evaluate.segmentation import MeanIoU
-from tokamix.processes import share
 from tokamix.recipes import Recipe, load_overrides
 
 INFERENCE = ("scale", "interpolation", "window", "window_stride", "test_scales", "test_flip")
@@ -54,7 +54,7 @@ def segment_images(model: Any, images: Tensor, size: tuple[int, int], recipe: Re
 
 
 @torch.no_grad()
-def detect_metrics(model: Any, loader: Any, dataset: SceneSet) -> dict[str, Any]:
+def detect_metrics(model: Any, loader: Any, dataset: AnnotatedDataset) -> dict[str, Any]:
     """COCO's average precisions in percent over all processes; of masks too where the model has them."""
     metric = CocoAP(dataset, masks=model.has_masks)
     with _evaluation(model):
@@ -77,7 +77,7 @@ def alike(images: Sequence[Tensor], targets: Sequence[dict[str, Any]]) -> list[l
 
 def evaluate_dense(
     source: str | Path,
-    data: str | SceneData,
+    data: str | DatasetSplits,
     *,
     overrides: Sequence[str] = (),
     batch_size: int = 1,
@@ -89,7 +89,7 @@ def evaluate_dense(
 
     Args:
         source: the folder of a run.
-        data: the data set, as `tokamix.data.scenes.open_scenes` takes it; its validation part is used.
+        data: the data set, as `tokamix.create_dataset` takes it; its validation part is used.
         overrides: such as "test_scales=[0.75, 1, 1.25]" and "test_flip=true".
         batch_size: images that are read together.
         device: default: a GPU where there is one.
@@ -98,19 +98,21 @@ def evaluate_dense(
     """
     model, config = load_dense(source)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    opened = open_scenes(data, config["task"]) if isinstance(data, str) else data
+    opened = create_dataset(data, config["task"]) if isinstance(data, str) else data
     check_classes(config, opened)
     recipe = inference_recipe(config, overrides)
     reading: dict[str, Any] = {"batch_size": batch_size, "device": place, "workers": workers, "corrupt": corrupt}
     statistics = {"mean": config["mean"], "std": config["std"]}
-    loader = make_scene_loader(opened.val, recipe, config["task"], train=False, **reading, **statistics, **share())
+    loader = create_annotated_loader(
+        opened.val, recipe, config["task"], train=False, **reading, **statistics, **share()
+    )
     model.to(place)
     if config["task"] == "segment":
         return segment_metrics(model, loader, opened.classes, recipe)
     return detect_metrics(model, loader, opened.val)
 
 
-def check_classes(config: Config, opened: SceneData) -> None:
+def check_classes(config: Config, opened: DatasetSplits) -> None:
     """Raise where the model was trained on other classes than the data has."""
     known, given = config["label_names"], list(opened.classes)
     if len(known) != len(given):

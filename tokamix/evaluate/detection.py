@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokamix.data.coco import mask_tools
+from tokamix.data.annotated.coco import mask_tools
+from tokamix.data.annotated.datasets import AnnotatedDataset
 from tokamix.data.decode import DataError
-from tokamix.data.scenes import SceneSet
 
 # places in the tools' list of twelve numbers
 NUMBERS = {"ap": 0, "ap50": 1, "ap75": 2, "ap_small": 3, "ap_medium": 4, "ap_large": 5, "ar": 8}
@@ -27,7 +27,7 @@ class _Found(NamedTuple):
     masks: list[dict[str, Any]] | None  # compressed run lengths, which are small
 
 
-def check_detection(dataset: SceneSet, masks: bool) -> None:
+def check_detection(dataset: AnnotatedDataset, masks: bool) -> None:
     """Raise where detections in a data set, or their masks, could not be measured; it takes no time."""
     _tools()
     if not dataset.has_things():
@@ -47,7 +47,7 @@ class CocoAP:
         masks: whether masks are measured, too.
     """
 
-    def __init__(self, dataset: SceneSet, masks: bool = False) -> None:
+    def __init__(self, dataset: AnnotatedDataset, masks: bool = False) -> None:
         check_detection(dataset, masks)
         self.dataset, self.masks = dataset, masks
         self.found: dict[int, _Found] = {}

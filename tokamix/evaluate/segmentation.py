@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokamix.data.scenes import IGNORE
+from tokamix.data.annotated.datasets import IGNORE
 
 
 class MeanIoU:

@@ -9,7 +9,7 @@ from tokamix.mixers.linformer import Linformer
 from tokamix.mixers.nystrom import Nystrom
 from tokamix.mixers.performer import Performer
 from tokamix.mixers.pooling import Identity, Pooling
-from tokamix.mixers.registry import Site, list_mixers, make_mixer, register_mixer
+from tokamix.mixers.registry import Site, create_mixer, list_mixers, register_mixer
 from tokamix.mixers.sima import SimAClassAttention, SimASelfAttention
 from tokamix.mixers.sima_multihead import SimA
 from tokamix.mixers.soft import SOFT
@@ -39,8 +39,8 @@ __all__ = [
     "SoftmaxAttention",
     "SuperTokenAttention",
     "WeightMixing",
+    "create_mixer",
     "full_precision",
     "list_mixers",
-    "make_mixer",
     "register_mixer",
 ]

@@ -94,7 +94,7 @@ def get_mixer(name: str) -> Entry:
     return _entries[name]
 
 
-def make_mixer(name: str, site: Site, **options: Any) -> nn.Module:
+def create_mixer(name: str, site: Site, **options: Any) -> nn.Module:
     """Build the named mixer for a site."""
     return get_mixer(name).build(site, **options)
 

@@ -3,7 +3,7 @@
 from tokamix.models import swapped
 from tokamix.models.amixer import AMixer, AMixerColumn
 from tokamix.models.atmnet import ATMNet
-from tokamix.models.bodies import ColumnarBody, PyramidBody, build
+from tokamix.models.bodies import ColumnarBody, PyramidBody, create_body
 from tokamix.models.cvt import CvT
 from tokamix.models.localvit import LocalViT
 from tokamix.models.pvt import PVT
@@ -21,6 +21,6 @@ __all__ = [
     "PyramidBody",
     "STViT",
     "XCiTSimA",
-    "build",
+    "create_body",
     "swapped",
 ]

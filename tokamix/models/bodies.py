@@ -1,6 +1,6 @@
 """One body, many mixers: networks that differ in nothing but what mixes their tokens.
 
-`build(body, mixer)` puts any registered mixer into a column (DeiT's sizes, average pooling, no class token) or a
+`create_body(body, mixer)` puts any registered mixer into a column (DeiT's sizes, average pooling, no class token) or a
 pyramid (four stages, Swin's sizes). Stem, positions, depths, widths and MLPs stay the same, so a difference in accuracy
 or speed is the mixer's. Every pair is registered with timm as `<body>_<mixer>`, also for mixers that come later.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tokamix.layers import ConvEmbed, PatchEmbed, PositionTable
 from tokamix.mixers.context_broadcast import ContextBroadcast
-from tokamix.mixers.registry import Site, get_mixer, make_mixer, watch_mixers
+from tokamix.mixers.registry import Site, create_mixer, get_mixer, watch_mixers
 from tokamix.models._backbone import Backbone, Column, Pyramid, Stage, image_cfg
 
 Pair = tuple[int, int]
@@ -75,7 +75,7 @@ class Block(nn.Module):
         super().__init__()
         dim = site.dim
         self.norm1 = nn.LayerNorm(dim, eps=1e-6, **dd)
-        self.mixer = make_mixer(mixer, site, **(mixer_kwargs or {}), **dd)
+        self.mixer = create_mixer(mixer, site, **(mixer_kwargs or {}), **dd)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6, **dd)
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=get_act_layer(act_layer), **dd)
         self.context: nn.Module = nn.Identity()
@@ -303,8 +303,8 @@ BODIES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
 default_cfgs = generate_default_cfgs({})
 
 
-def build(body: str, mixer: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """A body with a mixer: `build("columnar_small", "sima", num_classes=10, context_broadcast="cb")`.
+def create_body(body: str, mixer: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """A body with a mixer: `create_body("columnar_small", "sima", num_classes=10, context_broadcast="cb")`.
 
     Args:
         body: one of "columnar_tiny", "columnar_small", "pyramid_tiny", "pyramid_small".
@@ -342,7 +342,7 @@ def _register(mixer: str) -> None:
 
 def _entrypoint(name: str, body: str, mixer: str) -> Any:
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        return build(body, mixer, pretrained, **kwargs)
+        return create_body(body, mixer, pretrained, **kwargs)
 
     create.__name__ = create.__qualname__ = name
     create.__doc__ = f"{body} with {mixer}."

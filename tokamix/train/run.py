@@ -13,13 +13,13 @@ from torch import nn
 
 from tokamix.dense.saved import load_dense, read_config
 from tokamix.recipes import Recipe, load_recipe
-from tokamix.train.engine import Engine, Options
-from tokamix.train.parallel import Accelerator, any_process, distribute, make_accelerator, release
-from tokamix.train.plan import Data, make_plan
-from tokamix.train.progress import Display
-from tokamix.train.run_folder import Row, RunFolder
-from tokamix.train.state import read_state
-from tokamix.train.trackers import Trackers
+from tokamix.train.loop.engine import Engine, Options
+from tokamix.train.loop.state import read_state
+from tokamix.train.output.progress import Display
+from tokamix.train.output.run_folder import Row, RunFolder
+from tokamix.train.output.trackers import Trackers
+from tokamix.train.setup.parallel import Accelerator, any_process, create_accelerator, distribute, release
+from tokamix.train.setup.plan import Data, make_plan
 
 
 @dataclass
@@ -82,7 +82,7 @@ def train(
     Args:
         model: a name of tokamix or timm, a module, or None for the recipe's or the checkpoint's own; in dense tasks it
             is the backbone's name.
-        data: a source as `tokamix.data.open_data` takes it, or `tokamix.data.scenes.open_scenes` in dense tasks; or an
+        data: a source as `tokamix.create_dataset` takes it, or `tokamix.create_dataset` in dense tasks; or an
             opened one.
         recipe: a name of `tokamix.recipes.list_recipes()`, a YAML file, or a recipe; default: `small`, `small_segment`
             or `small_detect`, by the task.
@@ -113,7 +113,7 @@ def train(
         raise ValueError(f"the recipe {recipe.name} is for the task {recipe.task}, not {task}; name another recipe")
     if fsdp and recipe.task != "classify":
         raise ValueError(f"--fsdp cannot shard the parts of a model for {recipe.task}; leave it out")
-    accelerator = make_accelerator(recipe.precision, device)
+    accelerator = create_accelerator(recipe.precision, device)
     main = accelerator.is_main_process
     plan = make_plan(model, data, recipe, checkpoint, pretrained)
     recipe = plan.recipe

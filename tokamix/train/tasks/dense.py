@@ -14,9 +14,9 @@ from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 from torchvision.transforms.functional import to_pil_image
 
-from tokamix.compiling import compile_blocks
+from tokamix.compile import compile_blocks
+from tokamix.data.annotated.datasets import AnnotatedImage, DatasetSplits
 from tokamix.data.decode import DataError
-from tokamix.data.scenes import Scene, SceneData
 from tokamix.layers import BatchNorm
 from tokamix.predict import Prediction, Predictor, draw
 from tokamix.predict.draw import Colour, contact_sheet
@@ -41,9 +41,9 @@ class Dense:
     masks = False  # whether the model has those of things
     shown: Mapping[str, str] = MappingProxyType({})
 
-    def __init__(self, recipe: Recipe, opened: SceneData, config: dict[str, Any]) -> None:
+    def __init__(self, recipe: Recipe, opened: DatasetSplits, config: dict[str, Any]) -> None:
         self.recipe, self.opened, self.config = recipe, opened, config
-        self.scenes: list[Scene] | None = None
+        self.scenes: list[AnnotatedImage] | None = None
         self.warned = False
 
     def prepare(self, model: nn.Module) -> None:
@@ -85,13 +85,13 @@ class Dense:
             used |= {i for classes in maps for i in classes.unique().tolist()}
         return contact_sheet(rows, ("image", "truth", "prediction"), self.legend(used), side=320)
 
-    def _decoded(self) -> Iterator[Scene]:
+    def _decoded(self) -> Iterator[AnnotatedImage]:
         """The validation scenes that can be read; who reads them all has said which cannot."""
         for i in range(len(self.opened.val)):
             with suppress(DataError):
                 yield self.opened.val.scene(i, masks=self.masks)
 
-    def truth(self, scene: Scene) -> Prediction:
+    def truth(self, scene: AnnotatedImage) -> Prediction:
         """What a perfect model would answer."""
         raise NotImplementedError
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from tokamix.data.scenes import Scene, SceneData
+from tokamix.data.annotated.datasets import AnnotatedImage, DatasetSplits
 from tokamix.evaluate.dense import detect_metrics
 from tokamix.predict import Prediction
 from tokamix.recipes import Recipe
@@ -14,7 +14,7 @@ from tokamix.train.tasks.dense import Dense
 class Detect(Dense):
     """Things with their boxes, measured by COCO's average precision; with masks, by that of the masks."""
 
-    def __init__(self, recipe: Recipe, opened: SceneData, config: dict[str, Any]) -> None:
+    def __init__(self, recipe: Recipe, opened: DatasetSplits, config: dict[str, Any]) -> None:
         super().__init__(recipe, opened, config)
         self.masks = recipe.method != "retinanet"
         self.metric = "mask_ap" if self.masks else "box_ap"
@@ -25,6 +25,6 @@ class Detect(Dense):
         found = detect_metrics(model, loader, self.opened.val)
         return {key: value for key, value in found.items() if isinstance(value, float)}
 
-    def truth(self, scene: Scene) -> Prediction:
+    def truth(self, scene: AnnotatedImage) -> Prediction:
         """What a perfect model would answer."""
         return Prediction(boxes=scene.boxes, labels=scene.labels, masks=scene.masks)

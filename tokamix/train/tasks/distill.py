@@ -4,9 +4,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokamix.recipes import Recipe
+from tokamix.train.setup.teacher import Teacher
 from tokamix.train.tasks import Logs, Moment
 from tokamix.train.tasks.classify import Classify
-from tokamix.train.teacher import Teacher
 
 
 class Distill(Classify):

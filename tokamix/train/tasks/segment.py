@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from tokamix.data.scenes import Scene
+from tokamix.data.annotated.datasets import AnnotatedImage
 from tokamix.evaluate.dense import segment_metrics
 from tokamix.predict import Prediction
 from tokamix.predict.draw import Colour, class_colours
@@ -24,7 +24,7 @@ class Segment(Dense):
         found = segment_metrics(model, loader, self.opened.classes, self.recipe)
         return {key: found[key] for key in ("miou", "pixel_accuracy", "mean_accuracy")}
 
-    def truth(self, scene: Scene) -> Prediction:
+    def truth(self, scene: AnnotatedImage) -> Prediction:
         """What a perfect model would answer."""
         assert scene.segmentation is not None
         return Prediction(segmentation=scene.segmentation.long())

@@ -1,0 +1,277 @@
+"""Batches of scenes: the same ones however the work is spread."""
+
+import multiprocessing
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from tests.data.annotated.files import blocks, content, scene_recipe, thing, write_coco, write_pair
+from tokamix.data import AnnotatedDataset, DataError, create_annotated_loader, create_dataset
+from tokamix.data.annotated.loader import _packed, _unpacked
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+RAW = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255,) * 3}  # pixels from 0 to 255
+MOVED = {
+    "segment": {"scale": (80, 40), "scale_range": (0.5, 2.0), "cat_max": 0.75, "photometric": True},
+    "detect": {"scale": (80, 60), "scales": (32, 40, 48), "crop_then_scale": True, "photometric": True},
+}
+
+
+@pytest.fixture(scope="module")
+def sets() -> dict[str, AnnotatedDataset]:
+    return {task: create_dataset("shapes:48", task).val for task in MOVED}
+
+
+def batches(
+    dataset: AnnotatedDataset, task: str, epoch: int = 0, start: int = 0, train: bool = True, **more: Any
+) -> list:
+    values = {"seed": more.pop("seed", 0), **(MOVED[task] if train else {})} | more.pop("values", {})
+    loader = create_annotated_loader(
+        dataset, scene_recipe(task, **values), task, train=train, **{"batch_size": 8} | more
+    )
+    return list(loader.epoch(epoch, start))
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+@pytest.mark.parametrize("task", MOVED)
+def test_batches_are_a_function_of_seed_epoch_and_position(sets: dict, task: str) -> None:
+    whole = batches(sets[task], task, epoch=3)
+    assert len(whole) == 16
+    assert same(whole, batches(sets[task], task, epoch=3))
+    assert same(whole[5:], batches(sets[task], task, epoch=3, start=5))  # resumed
+    assert not same(whole[0], batches(sets[task], task, epoch=4)[0])
+    assert not same(whole[0], batches(sets[task], task, epoch=3, seed=1)[0])
+
+
+@pytest.mark.parametrize("task", MOVED)
+def test_each_epoch_changes_a_scene_in_another_way(sets: dict, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = sets[task].scene(0)
+    monkeypatch.setattr(type(sets[task]), "scene", lambda self, i, masks=True: scene)
+    first, second = (
+        torch.cat([image.flatten() for image in batches(sets[task], task, epoch)[0][0]]) for epoch in (0, 1)
+    )
+    assert first.shape != second.shape or not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("task", MOVED)
+def test_workers_change_nothing(sets: dict, task: str, train: bool) -> None:
+    alone = batches(sets[task], task, epoch=1, train=train)
+    assert same(alone, batches(sets[task], task, epoch=1, train=train, workers=2))
+    assert same(alone[3:], batches(sets[task], task, epoch=1, start=3, train=train, workers=1))
+
+
+@pytest.mark.parametrize("task", MOVED)
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_share_each_batch(sets: dict, task: str, world: int) -> None:
+    whole = batches(sets[task], task)
+    for rank in range(world):
+        part = batches(sets[task], task, batch_size=8 // world, rank=rank, world=world)
+        for (images, targets), (mine, my_targets) in zip(whole, part, strict=True):
+            assert same(list(images[rank::world]), list(mine))
+            assert same(list(targets[rank::world]), list(my_targets))
+
+
+@pytest.mark.parametrize("task", MOVED)
+def test_the_training_loops_generators_are_left_alone(sets: dict, task: str) -> None:
+    states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
+    batches(sets[task], task)
+    assert random.getstate() == states[0]
+    assert np.array_equal(np.random.get_state()[1], states[1])
+    assert torch.equal(torch.get_rng_state(), states[2])
+
+
+def test_to_train_a_segmenter(sets: dict) -> None:
+    seen = set()
+    for images, classes in batches(sets["segment"], "segment", **RAW):
+        assert images.shape == (8, 3, 32, 32)
+        assert images.dtype == torch.float32
+        assert classes.shape == (8, 32, 32)
+        assert classes.dtype == torch.int64
+        seen |= set(classes.unique().tolist())
+    assert seen == {*range(9), 255}
+
+
+@pytest.mark.parametrize("norm", [RAW, {}])
+def test_padding(norm: dict) -> None:
+    """What is smaller than the crop lies in the upper left corner; beside it are zeros after normalisation, and 255."""
+    dataset = create_dataset("shapes:16", "segment").val
+    scene = dataset.scene(0)
+    loader = create_annotated_loader(
+        dataset, scene_recipe("segment", hflip=0.0), "segment", train=True, batch_size=128, **norm
+    )
+    images, classes = next(iter(loader.epoch(0)))
+    place = loader.order(0).tolist().index(0)
+    assert torch.equal(classes[place, :16, :16], scene.segmentation.long())
+    assert (classes[:, 16:] == 255).all()
+    assert (classes[:, :, 16:] == 255).all()
+    assert (images[:, :, 16:] == 0).all()
+    assert (images[:, :, :, 16:] == 0).all()
+    mean, std = (torch.tensor(v)[:, None, None] for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    expected = scene.image.float() if norm else (scene.image / 255 - mean) / std
+    torch.testing.assert_close(images[place, :, :16, :16], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_to_evaluate_a_segmenter(sets: dict, world: int) -> None:
+    """Every scene comes once, in order, with its target at the original size."""
+    dataset, found = sets["segment"], []
+    for rank in range(world):
+        for images, targets in batches(
+            dataset, "segment", train=False, batch_size=5, rank=rank, world=world, values={"scale": (200, 64)}
+        ):
+            assert len(images) == len(targets) <= 5
+            for image, target in zip(images, targets, strict=True):
+                assert image.shape == (3, 64, 64)
+                assert target["size"] == (48, 48)
+                assert target["scale"] == (64 / 48, 64 / 48)
+                assert torch.equal(target["segmentation"], dataset.scene(target["index"]).segmentation.long())
+                found.append(target["index"])
+    assert sorted(found) == list(range(128))
+    assert world > 1 or found == list(range(128))
+
+
+def test_to_train_a_detector(sets: dict) -> None:
+    dataset = sets["detect"]
+    plain = {"hflip": 0.0, "photometric": False, "scales": (96,), "scale": (96, 96), "crop_then_scale": False}
+    for images, targets in batches(dataset, "detect", values=plain, **RAW):
+        for image, target in zip(images, targets, strict=True):
+            assert set(target) == {"boxes", "labels", "masks", "image_id", "index", "size", "scale"}
+            scene = dataset.scene(target["index"])
+            assert image.shape == (3, 96, 96)
+            assert torch.equal(target["boxes"], 2 * scene.boxes)
+            assert torch.equal(target["labels"], scene.labels)
+            assert target["masks"].dtype == torch.bool
+            assert torch.equal(target["masks"][:, ::2, ::2], scene.masks)
+            assert target["scale"] == (2.0, 2.0)
+            # nearest is not how images are resized, but means stay
+            torch.testing.assert_close(image.mean((1, 2)), scene.image.float().mean((1, 2)), rtol=0, atol=0.6)
+
+
+def test_to_evaluate_a_detector(sets: dict) -> None:
+    images, targets = batches(sets["detect"], "detect", train=False, values={"scale": (96, 96)})[0]
+    assert images[0].shape == (3, 96, 96)
+    assert set(targets[0]) == {"boxes", "labels", "crowd", "image_id", "index", "size", "scale"}
+    assert torch.equal(targets[0]["boxes"], 2 * sets["detect"].scene(0).boxes)
+    with_masks = batches(sets["detect"], "detect", train=False, masks=True)[0][1]
+    assert torch.equal(with_masks[0]["masks"], sets["detect"].scene(0).masks)
+
+
+def test_masks_only_where_they_are_needed(sets: dict, tmp_path: Path) -> None:
+    assert "masks" not in batches(sets["detect"], "detect", values={"method": "retinanet"})[0][1][0]
+    told = [{k: v for k, v in thing(i, 10 + i, [3, 4, 10, 8]).items() if k != "segmentation"} for i in range(8)]
+    for part in ("train", "val"):
+        write_coco(tmp_path, part, content(8, told))
+    boxes_alone = create_dataset(str(tmp_path), "detect").train
+    assert "masks" not in batches(boxes_alone, "detect", values={"method": "retinanet"})[0][1][0]
+    with pytest.raises(DataError, match="mask_rcnn learns masks, but the annotations have boxes alone; use retinanet"):
+        batches(boxes_alone, "detect")
+
+
+def test_scenes_without_things(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        write_coco(tmp_path, part, content(8, [thing(1, 10, [3, 4, 10, 8])]))
+    data = create_dataset(f"coco:{tmp_path}?empty=keep", "detect")
+    for train in (True, False):
+        counts = []
+        for images, targets in batches(data.train if train else data.val, "detect", train=train, masks=True):
+            for image, target in zip(images, targets, strict=True):
+                assert target["boxes"].shape == (len(target["labels"]), 4)
+                size = target["size"] if not train else image.shape[-2:]
+                assert target["masks"].shape == (len(target["labels"]), *size)
+                counts.append(len(target["labels"]))
+        assert sorted(counts) == [0] * 7 + [1]
+
+
+def test_what_cannot_be_decoded(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        for name in ("p", "qq", "rrr", "ssss"):
+            write_pair(tmp_path / "images" / part, tmp_path / "masks" / part, name, blocks(0, 1))
+        Image.fromarray(blocks(0, 9)).save(tmp_path / "masks" / part / "qq.png")
+    (tmp_path / "classes.txt").write_text("ground\ntree\n")
+    data = create_dataset(str(tmp_path), "segment")
+    for train in (True, False):
+        part = data.train if train else data.val
+        with pytest.raises(DataError, match=r"qq\.png has the value 9.*; remove it, or skip such pictures"):
+            batches(part, "segment", train=train, batch_size=4, workers=1)
+        loader = create_annotated_loader(
+            part, scene_recipe("segment"), "segment", train=train, batch_size=4, corrupt="skip", **RAW
+        )
+        images, _ = next(iter(loader.epoch(0)))
+        assert len(images) == (4 if train else 3)
+        assert [Path(name).name for name in loader.skipped] == ["qq.jpg"]
+
+
+def test_batches_that_cannot_be(sets: dict) -> None:
+    with pytest.raises(ValueError, match="128 training pictures do not fill one batch of 130; set batch_size lower"):
+        batches(sets["detect"], "detect", batch_size=130)
+    with pytest.raises(ValueError, match="a batch of 8 for rank 2 of 2 processes cannot be made"):
+        batches(sets["detect"], "detect", rank=2, world=2)
+
+
+def test_packing() -> None:
+    targets = [
+        {"a": torch.arange(6).view(2, 3), "n": 4, "size": (3, 5), "m": torch.rand(2, 2) > 0.5},
+        {"a": torch.zeros(0, 3, dtype=torch.int64), "n": 5, "size": (1, 1), "m": torch.rand(0, 7) > 0.5},
+        {"a": torch.rand(3).t(), "n": 6, "size": (2, 2), "m": (torch.rand(4, 3) > 0.5).t()},
+    ]
+    layout, tensors = _packed(targets)
+    assert sorted(str(tensor.dtype) for tensor in tensors) == ["torch.bool", "torch.float32", "torch.int64"]
+    assert same(_unpacked(layout, tensors), targets)
+    assert len(_packed([])[0]) == 0
+
+
+def test_packing_survives_the_way_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader's thread that pins memory takes lists and tuples apart."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor.clone())
+    targets = [{"a": torch.arange(6).view(2, 3), "size": (3, 5)}, {"a": torch.arange(2).view(1, 2), "size": (1, 2)}]
+    assert same(_unpacked(*pin_memory(_packed(targets))), targets)
+
+
+def test_workers_go_with_their_loader(sets: dict) -> None:
+    loader = create_annotated_loader(
+        sets["detect"], scene_recipe("detect"), "detect", train=False, batch_size=8, workers=2
+    )
+    next(iter(loader.epoch(0)))
+    processes = multiprocessing.active_children()
+    assert len(processes) >= 2
+    begun = time.monotonic()
+    del loader
+    assert not any(process.is_alive() for process in processes)
+    assert time.monotonic() - begun < 4  # each was waited for five seconds when the garbage collector had to find it
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("task", MOVED)
+def test_devices_see_the_same(sets: dict, task: str, device: str) -> None:
+    for (images, targets), (mine, my_targets) in zip(
+        batches(sets[task], task), batches(sets[task], task, device=device, workers=2), strict=True
+    ):
+        for a, b in zip(images, mine, strict=True):
+            assert b.device.type == device
+            torch.testing.assert_close(b.cpu(), a, rtol=0, atol=1e-5)
+        assert same(targets, on_cpu(my_targets))
+
+
+def on_cpu(batch: Any) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.cpu()
+    if isinstance(batch, dict):
+        return {name: on_cpu(value) for name, value in batch.items()}
+    return [on_cpu(value) for value in batch] if isinstance(batch, list) else batch

@@ -1,0 +1,195 @@
+"""Shards: every picture exactly once where it counts, and an order that no number of processes changes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.data.conftest import encoded, noise, recipe, write_shards, write_tar
+from tokamix.data import DataError, create_dataset, create_loader, decode
+from tokamix.data.images.streams import expand
+
+PLAIN = recipe(image_size=20, crop_pct=1.0, crop_scale=None, hflip=0.0, label_smoothing=0.0)
+RAW = {"mean": (0.0,) * 3, "std": (1 / 255,) * 3}  # pixels as they are
+
+
+def numbers(images: torch.Tensor) -> list[int]:
+    """The number that each picture's colour spells."""
+    colours = images[:, :, 0, 0].round().long()
+    return (colours[:, 0] + 256 * colours[:, 1]).tolist()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    write_shards(tmp_path, "train", 4, 30)
+    write_shards(tmp_path, "val", 3, 7)
+    return f"wds:{tmp_path}/train-{{0000..0003}}.tar,{tmp_path}/val-{{0000..0002}}.tar"
+
+
+def test_patterns() -> None:
+    assert expand("a-{08..11}.tar") == ["a-08.tar", "a-09.tar", "a-10.tar", "a-11.tar"]
+    assert expand("{x,y}/{0..1}") == ["x/0", "x/1", "y/0", "y/1"]
+    assert expand("plain.tar") == ["plain.tar"]
+
+
+def test_open(source: str) -> None:
+    data = create_dataset(source)
+    assert (len(data.train), len(data.val)) == (120, 21)
+    assert data.classes == ("0", "1", "2")
+    assert data.train.arrays() is None
+    item = next(data.val.read(0, 0, 0, 1, shuffle=False))
+    assert item.name.endswith("val-0000.tar:val-0000/0000")
+    assert data.val.decode(item)[0].size == (20, 20)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_evaluation_sees_each_picture_once(source: str, world: int) -> None:
+    data = create_dataset(source)
+    seen, labels = [], []
+    for rank in range(world):
+        loader = create_loader(data.val, PLAIN, train=False, batch_size=4, rank=rank, world=world, **RAW)
+        batches = list(loader.epoch(0))
+        assert len(batches) == len(loader)
+        for images, y in batches:
+            seen += numbers(images)
+            labels += y.tolist()
+    assert sorted(seen) == list(range(21))
+    assert labels == [number % 3 for number in seen]
+
+
+def train_numbers(
+    source: str, world: int, rank: int, epoch: int = 0, start: int = 0, workers: int = 0
+) -> list[list[int]]:
+    loader = create_loader(
+        create_dataset(source).train,
+        PLAIN,
+        train=True,
+        batch_size=12 // world,
+        rank=rank,
+        world=world,
+        workers=workers,
+        **RAW,
+    )
+    return [numbers(images) for images, _ in loader.epoch(epoch, start)]
+
+
+def test_training_order(source: str) -> None:
+    whole = train_numbers(source, 1, 0)
+    assert len(whole) == 10
+    assert sorted(n for batch in whole for n in batch) == list(range(120))  # shards of one size: exactly once
+    assert whole != train_numbers(source, 1, 0, epoch=1)
+    assert whole == train_numbers(source, 1, 0)
+    assert whole[4:] == train_numbers(source, 1, 0, start=4)
+    assert whole == train_numbers(source, 1, 0, workers=2)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_processes_share_each_batch(source: str, world: int) -> None:
+    """2 divides the number of lanes (4), so each process reads its own shards; 3 does not, and each reads them all."""
+    whole = train_numbers(source, 1, 0)
+    parts = [train_numbers(source, world, rank) for rank in range(world)]
+    for step, batch in enumerate(whole):
+        assert [batch[rank::world] for rank in range(world)] == [part[step] for part in parts]
+
+
+def test_a_process_reads_only_its_shards(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = create_dataset(source)
+    opened = set()
+    original = type(data.train).items
+    monkeypatch.setattr(type(data.train), "items", lambda self, shard: opened.add(shard) or original(self, shard))
+    loader = create_loader(data.train, PLAIN, train=True, batch_size=6, rank=1, world=2)
+    list(loader.epoch(0))
+    assert len(opened) == 2
+
+
+def test_resuming_reads_but_does_not_decode(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = []
+    monkeypatch.setattr("tokamix.data.images.streams.decode", lambda *args: decoded.append(1) or decode(*args))
+    train_numbers(source, 1, 0, start=8)
+    assert len(decoded) == 2 * 12
+
+
+def test_a_short_lane_starts_again(tmp_path: Path) -> None:
+    write_shards(tmp_path, "train", 1, 3)
+    (tmp_path / "train-0000.tar").rename(tmp_path / "train-short.tar")
+    write_shards(tmp_path, "train", 1, 30)
+    write_shards(tmp_path, "val", 1, 2)
+    found = train_numbers(f"wds:{tmp_path}/train-{{short,0000}}.tar,{tmp_path}/val-0000.tar", 1, 0)
+    assert [len(batch) for batch in found] == [12, 12]
+
+
+def test_sizes_and_classes_may_lie_beside_the_shards(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {path.name: 30 if "train" in path.name else 7 for path in tmp_path.glob("*.tar")}
+    (tmp_path / "classes.txt").write_text("ant\nbee\ncat\n")
+    (tmp_path / "sizes.json").write_text(json.dumps(sizes))
+    from tokamix.data.images.streams import TarShards
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TarShards, "items", lambda *args, **kwargs: pytest.fail("searched"))
+        data = create_dataset(source)
+    assert data.classes == ("ant", "bee", "cat")
+    assert len(data.train) == 120
+    del sizes["train-0002.tar"]
+    (tmp_path / "sizes.json").write_text(json.dumps(sizes))
+    with pytest.raises(DataError, match=r"sizes\.json does not say how many pictures .*train-0002\.tar holds"):
+        create_dataset(source)
+    (tmp_path / "sizes.json").unlink()
+    (tmp_path / "classes.txt").write_text("ant\nbee")
+    loader = create_loader(create_dataset(source).val, PLAIN, train=False, batch_size=4)
+    with pytest.raises(DataError, match=r"val-0000\.tar:val-0000/0002 has label 2, but there are 2 classes"):
+        list(loader.epoch(0))
+
+
+def test_what_may_be_wrong_with_shards(source: str, tmp_path: Path) -> None:
+    train, _ = source.removeprefix("wds:").split(",")
+    with pytest.raises(DataError, match="names no shards for validation"):
+        create_dataset(f"wds:{train}")
+    with pytest.raises(DataError, match=r"there is no shard .*val-0009\.tar"):
+        create_dataset(f"wds:{train},{tmp_path}/val-0009.tar")
+    bad = tmp_path / "val-bad.tar"
+    for samples, message in (
+        ([{"png": encoded(noise(0))}], r"val-bad\.tar:val-bad/0000 has no label"),
+        ([{"png": encoded(noise(0)), "cls": b"ant"}], "has no label: expected a number"),
+        ([{"cls": b"1", "txt": b"ant"}], "has no picture, only cls, txt"),
+    ):
+        write_tar(bad, samples)
+        with pytest.raises(DataError, match=message):
+            create_dataset(f"wds:{train},{bad}")
+    bad.write_bytes(b"")
+    with pytest.raises(DataError, match=r"val-bad\.tar is corrupt, truncated or no tar file"):
+        create_dataset(f"wds:{train},{bad}")
+
+
+def test_corrupt_pictures_and_shards(source: str, tmp_path: Path) -> None:
+    write_tar(tmp_path / "val-0001.tar", [{"cls": b"0", "png": b"nothing"}, {"cls": b"1", "png": encoded(noise(0))}])
+    data = create_dataset(source)
+    loader = create_loader(data.val, PLAIN, train=False, batch_size=4)
+    with pytest.raises(
+        DataError, match=r"val-0001\.tar:val-0001/0000 is not a picture, or corrupt; remove it, or skip"
+    ):
+        list(loader.epoch(0))
+    loader = create_loader(data.val, PLAIN, train=False, batch_size=4, corrupt="skip")
+    assert sum(len(y) for _, y in loader.epoch(0)) == 7 + 1 + 7
+    assert len(loader.skipped) == 1
+    shard = tmp_path / "val-0000.tar"
+    shard.write_bytes(shard.read_bytes()[:2000])  # cut off after it was counted
+    with pytest.raises(DataError, match=r"val-0000\.tar is corrupt, truncated"):
+        list(loader.epoch(0))
+
+
+def test_webdataset_reads_what_we_call_its_form(source: str, tmp_path: Path) -> None:
+    webdataset = pytest.importorskip("webdataset")
+    samples = list(webdataset.WebDataset(str(tmp_path / "val-0000.tar"), shardshuffle=False))
+    assert len(samples) == 7
+    assert samples[1]["cls"] == b"1"
+    piped = f"wds:pipe:cat {tmp_path}/train-0000.tar,pipe:cat {tmp_path}/val-0000.tar"
+    with pytest.raises(DataError, match=r"cannot be searched from afar: put sizes\.json and classes\.txt beside"):
+        create_dataset(piped)
+    (tmp_path / "classes.txt").write_text("ant\nbee\ncat")
+    (tmp_path / "sizes.json").write_text(json.dumps({"train-0000.tar": 30, "val-0000.tar": 7}))
+    data = create_dataset(piped)
+    loader = create_loader(data.val, PLAIN, train=False, batch_size=4, **RAW)
+    assert [n for images, _ in loader.epoch(0) for n in numbers(images)] == list(range(7))

@@ -1,0 +1,89 @@
+"""A loss that is not finite."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.train.tiny import run
+from tokamix.train.loop.engine import NotFiniteError
+from tokamix.train.loop.state import read_state
+from tokamix.train.tasks import Moment
+from tokamix.train.tasks.classify import Classify
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch):
+    """Make the loss of some batches NaN or infinite: {(epoch, batch): value}."""
+
+    def set_(bad: dict[tuple[int, int], float]) -> None:
+        real = Classify.loss
+
+        def loss(self: Classify, model, images, labels, moment: Moment):
+            value, logs = real(self, model, images, labels, moment)
+            factor = bad.get((moment.epoch, moment.batch), 1.0)
+            return value * factor, logs | {"loss": value * factor}
+
+        monkeypatch.setattr(Classify, "loss", loss)
+
+    return set_
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("log_every", [1, 50])
+def test_stops_and_keeps_the_last_good_state(tmp_path: Path, poison, value: float, log_every: int) -> None:
+    poison({(1, 3): value})
+    with pytest.raises(
+        NotFiniteError,
+        match=r"loss or gradient not finite at step 9, batch 3 of epoch 1 .*last good state is kept in .*--skip-nan",
+    ):
+        run(tmp_path / "a", save_every=2, log_every=log_every)
+    groups, rest = read_state(tmp_path / "a" / "state" / "state.safetensors")
+    assert (rest["epoch"], rest["step"]) == (1, 3)
+    assert all(t.isfinite().all() for tensors in groups.values() for t in tensors.values())
+    assert all(t.isfinite().all() for t in load_file(tmp_path / "a" / "model.safetensors").values())
+    # the same command meets the same batch again: it does not pretend that nothing happened
+    with pytest.raises(NotFiniteError, match="at step 9"):
+        run(tmp_path / "a", save_every=2, log_every=log_every)
+
+
+def test_in_a_part_of_a_batch(tmp_path: Path, poison) -> None:
+    poison({(0, 5): float("nan")})
+    with pytest.raises(NotFiniteError, match=r"at step 3, batch 2 of epoch 0 .*no state is saved yet"):
+        run(tmp_path / "a", accumulate=2)
+
+
+def test_skips_as_often_as_asked(tmp_path: Path, poison) -> None:
+    poison({(0, 1): float("nan"), (1, 2): float("inf")})
+    result = run(tmp_path / "a", skip_nan=2, ema=0.9)
+    assert read_state(tmp_path / "a" / "state" / "state.safetensors")[1]["skipped"] == 2
+    assert all(t.isfinite().all() for t in load_file(tmp_path / "a" / "last.safetensors").values())
+    assert all(torch.isfinite(torch.tensor(row["train_loss"])) for row in result.epochs)
+    with pytest.raises(NotFiniteError, match=r"at step 8, batch 2 of epoch 1 .*after 1 that were left out"):
+        run(tmp_path / "b", skip_nan=1)
+
+
+def test_a_gradient_that_is_not_finite_although_the_loss_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never saved: named at once where gradients are clipped, else when the weights are to be saved."""
+    real = Classify.cross_entropy
+    steps = iter(range(100))
+
+    def cross_entropy(self: Classify, logits, target):
+        loss = real(self, logits, target)
+        return loss + (logits * 0).sum().sqrt() if next(steps) == 8 else loss  # 0, with a slope of infinity times 0
+
+    monkeypatch.setattr(Classify, "cross_entropy", cross_entropy)
+    for name, settings, said in (
+        ("plain", {}, "weights not finite at step 9"),
+        ("clipped", {"clip_grad": 1.0}, "loss or gradient not finite at step 9"),
+    ):
+        steps = iter(range(100))
+        with pytest.raises(NotFiniteError, match=said):
+            run(tmp_path / name, save_every=1, **settings)
+        groups, rest = read_state(tmp_path / name / "state" / "state.safetensors")
+        assert (rest["epoch"], rest["step"]) == (1, 3)
+        assert all(t.isfinite().all() for t in groups["model"].values())
+    steps = iter(range(100))
+    run(tmp_path / "skipped", skip_nan=1)
+    assert all(t.isfinite().all() for t in load_file(tmp_path / "skipped" / "last.safetensors").values())

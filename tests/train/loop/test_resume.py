@@ -1,0 +1,250 @@
+"""Runs that are stopped and go on."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from torchvision.transforms.functional import to_pil_image
+
+import tokamix.train.run
+from tests.train.tiny import TINY, assert_same_bits, run, state_of, tiny_data
+from tokamix.train.loop.engine import Engine
+from tokamix.train.loop.state import read_state, write_state
+
+ROOT = Path(__file__).parents[2]
+
+
+class Stop(Exception):
+    """Not an error of ours."""
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, update: int, act=None) -> None:
+    """Break the run off before this step."""
+    real = Engine._train_step
+
+    def step(self: Engine, batches) -> None:
+        if self.update == update:
+            if act is None:
+                raise Stop
+            act()
+        real(self, batches)
+
+    monkeypatch.setattr(Engine, "_train_step", step)
+
+
+SETTINGS = {
+    "plain": {"deterministic": True},
+    "everything": {
+        "ema": 0.9,
+        "accumulate": 2,
+        "mixup": 0.8,
+        "cutmix": 1.0,
+        "drop_path": 0.2,
+        "drop_path_later": {2: 0.4},
+        "drop_rate": 0.1,
+        "random_erasing": 0.25,
+        "crop_padding": 1,
+        "hflip": 0.5,
+        "clip_grad": 1.0,
+        "layer_decay": 0.8,
+        "repeated_augmentation": 2,
+    },
+    "bf16": {"precision": "bf16", "optimizer": "sgd", "ema": 0.5},
+    "lamb": {"optimizer": "lamb", "schedule": "constant", "channels_last": True, "grad_checkpointing": True},
+    "batch norm": {"network": "test_resnet", "model_kwargs": {}, "ema": 0.9, "image_size": 16},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("update", [4, 10])  # within the first epoch, before any of the third's
+def test_going_on_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, update: int) -> None:
+    settings = {"save_every": 3, **SETTINGS[name]}
+    whole = run(tmp_path / "whole", **settings)
+    stop_at(monkeypatch, update)
+    with pytest.raises(Stop):
+        run(tmp_path / "broken", **settings)
+    monkeypatch.undo()
+    torch.manual_seed(123)  # whatever the process did meanwhile
+    torch.rand(7)
+    resumed = run(tmp_path / "broken", **settings)
+    assert_same_bits(tmp_path / "whole", tmp_path / "broken")
+    timing = ("images_per_second", "seconds")
+    rows = [[{k: v for k, v in row.items() if k not in timing} for row in r.epochs] for r in (whole, resumed)]
+    assert rows[0] == rows[1]
+    assert whole.best == resumed.best
+
+
+def test_decoded_data_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that workers decode and augment with timm, and shards that are streamed."""
+    data = tiny_data()
+    for part in ("train", "val"):
+        images, labels = getattr(data, part).arrays()
+        with tarfile.open(tmp_path / f"{part}-0.tar", "w") as tar:
+            for i, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
+                folder = tmp_path / "files" / part / f"class {label}"
+                folder.mkdir(parents=True, exist_ok=True)
+                to_pil_image(image).save(folder / f"{i}.png")
+                tar.add(folder / f"{i}.png", f"{i:04}.png")
+                (tmp_path / "label").write_text(str(label))
+                tar.add(tmp_path / "label", f"{i:04}.cls")
+    shards = f"wds:{tmp_path}/train-0.tar,{tmp_path}/val-0.tar"
+    settings = {"save_every": 4, "augment": "rand-m9-mstd0.5-inc1", "random_erasing": 0.25, "epochs": 2, "hflip": 0.5}
+    for name, source, workers in (("files", str(tmp_path / "files"), 1), ("shards", shards, 0)):
+        whole, broken = tmp_path / name / "whole", tmp_path / name / "broken"
+        run(whole, data=source, workers=workers, **settings)
+        stop_at(monkeypatch, 7)
+        with pytest.raises(Stop):
+            run(broken, data=source, workers=workers, **settings)
+        monkeypatch.undo()
+        run(broken, data=source, workers=1 - workers, **settings)
+        assert_same_bits(whole, broken)
+
+
+def test_the_scaler_of_fp16_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scaler that grows every second step, on the CPU, where Accelerate would not make one."""
+    real = tokamix.train.run.make_accelerator
+
+    def with_scaler(*args):
+        accelerator = real(*args)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        return accelerator
+
+    def patched() -> None:
+        monkeypatch.setattr(tokamix.train.run, "make_accelerator", with_scaler)
+
+    patched()
+    run(tmp_path / "whole", save_every=3, clip_grad=1.0)
+    stop_at(monkeypatch, 7)
+    with pytest.raises(Stop):
+        run(tmp_path / "broken", save_every=3, clip_grad=1.0)
+    monkeypatch.undo()
+    patched()
+    run(tmp_path / "broken", save_every=3, clip_grad=1.0)
+    assert_same_bits(tmp_path / "whole", tmp_path / "broken")
+    states = [read_state(tmp_path / name / "state" / "state.safetensors")[1] for name in ("whole", "broken")]
+    assert states[0]["scaler"] == states[1]["scaler"]
+    assert states[0]["scaler"]["scale"] == 8.0 * 2**7
+
+
+def test_same_seed_same_result(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        run(tmp_path / name, seed=seed, drop_path=0.2, epochs=2)
+    assert_same_bits(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(AssertionError, match="differs"):
+        assert_same_bits(tmp_path / "a", tmp_path / "c")
+
+
+def test_what_is_read_and_written_on_the_way_changes_nothing(tmp_path: Path) -> None:
+    run(tmp_path / "a", save_every=1, log_every=1, epochs=2)
+    run(tmp_path / "b", epochs=2)
+    a, b = state_of(tmp_path / "a"), state_of(tmp_path / "b")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("seconds", [0, 20])
+def test_saved_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: int) -> None:
+    """Once a minute, less often where saving takes long, and at the end."""
+    saves = []
+    real = Engine._save
+    monkeypatch.setattr(Engine, "_save", lambda self: (saves.append(self.update), real(self)))
+    if seconds:  # pass whenever somebody looks at the clock
+        clock = itertools.count(step=seconds)
+        monkeypatch.setattr("tokamix.train.loop.engine.time.monotonic", lambda: float(next(clock)))
+    run(tmp_path / "a", log_every=1)
+    assert saves[-1] == 15
+    # by this clock a save takes 20 s, so that the next one is 1000 s away
+    assert len(saves) in ((2, 3) if seconds else (1,))
+
+
+def test_kill_9_at_random_moments(tmp_path: Path) -> None:
+    """The real command in real processes, killed again and again; they are forked so that importing costs once."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.train.kill_loop", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["kills"] >= 3
+    assert report["resumed"] >= 2
+    assert {p.name for p in (tmp_path / "whole").iterdir()} == {p.name for p in (tmp_path / "killed").iterdir()}
+    assert_same_bits(tmp_path / "whole", tmp_path / "killed")
+    files = sorted(p.name for p in (tmp_path / "killed").rglob("*.part"))
+    assert not files, f"left over: {files}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_saves_between_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    run(tmp_path / "whole")
+    handler = signal.getsignal(number)
+    stop_at(monkeypatch, 7, act=lambda: os.kill(os.getpid(), number))
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "stopped")
+    monkeypatch.undo()
+    assert signal.getsignal(number) is handler
+    rest = read_state(tmp_path / "stopped" / "state" / "state.safetensors")[1]
+    assert (rest["epoch"], rest["step"]) == (1, 3)
+    run(tmp_path / "stopped")
+    assert_same_bits(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = run(tmp_path / "a", epochs=2)
+    monkeypatch.setattr(Engine, "_train_step", lambda *_: pytest.fail("trained"))
+    second = run(tmp_path / "a", epochs=2)
+    assert second.best == first.best
+    assert second.epochs == first.epochs
+
+
+def test_changed_settings_are_named(tmp_path: Path) -> None:
+    run(tmp_path / "a", epochs=2)
+    with pytest.raises(ValueError, match=r"other settings: epochs was 2 and is 3, lr was 0.005 and is 0.001; go on"):
+        run(tmp_path / "a", epochs=3, lr=1e-3)
+    with pytest.raises(ValueError, match=r"model was 'columnar_tiny_softmax' and is 'columnar_tiny_sima'"):
+        run(tmp_path / "a", epochs=2, network="columnar_tiny_sima")
+    with pytest.raises(ValueError, match=r"5 steps an epoch and would go on with 4: the data has changed"):
+        run(tmp_path / "a", epochs=2, data=tiny_data(train=64))
+    assert run(tmp_path / "a", epochs=3, lr=1e-3, resume=False).epochs[-1]["epoch"] == 2
+
+
+def test_a_damaged_state_is_said(tmp_path: Path) -> None:
+    run(tmp_path / "a", epochs=2)
+    state = tmp_path / "a" / "state" / "state.safetensors"
+    state.write_bytes(state.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"is damaged or no state of a run .*--no-resume"):
+        run(tmp_path / "a", epochs=2)
+    write_state(state, {"model": {}}, {"format": 99})
+    with pytest.raises(ValueError, match="has format 99"):
+        run(tmp_path / "a", epochs=2)
+    run(tmp_path / "a", epochs=2, resume=False)
+
+
+def test_lines_after_the_saved_state_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_at(monkeypatch, 9)
+    with pytest.raises(Stop):
+        run(tmp_path / "a", save_every=4, log_every=1)
+    monkeypatch.undo()
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "tr')  # cut off by a kill
+    run(tmp_path / "a", save_every=4, log_every=1)
+    rows = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["update"] for row in rows if row["event"] == "train"] == list(range(1, 16))
+    assert [row["epoch"] for row in rows if row["event"] == "epoch"] == [0, 1, 2]
+
+
+def test_recipe_is_kept(tmp_path: Path) -> None:
+    from tokamix.recipes import load_recipe
+
+    run(tmp_path / "a", epochs=2)
+    kept = load_recipe(str(tmp_path / "a" / "recipe.yaml"))
+    assert kept.lr == TINY.lr
+    assert kept.epochs == 2

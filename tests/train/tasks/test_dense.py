@@ -1,0 +1,415 @@
+"""Training segmenters and detectors: they learn, go on exactly, start from weights, and say what cannot be."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import tokamix.evaluate.dense
+from tests.data.annotated.files import content, thing, write_coco
+from tests.train.loop.test_resume import Stop, stop_at
+from tests.train.tiny import assert_same_bits, tiny_data
+from tests.train.tiny import run as run_classifier
+from tests.train.tiny_dense import DETECT, SEGMENT, run, tiny_scenes
+from tokamix.data import Loader, create_dataset
+from tokamix.dense import create_segmenter
+from tokamix.dense.saved import load_dense
+from tokamix.evaluate.dense import evaluate_dense
+from tokamix.train import train
+from tokamix.train.loop.engine import NotFiniteError
+from tokamix.train.loop.epochs import Rounds
+from tokamix.train.loop.optim import create_optimizer, create_scheduler
+from tokamix.train.tasks.dense import SHOWN, Dense
+from tokamix.train.tasks.segment import Segment
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+MASKS = {"method": "mask_rcnn", "method_kwargs": {"width": 16, "regions": 32}}
+
+
+def test_segmentation_is_learned(tmp_path: Path) -> None:
+    """12 scenes by heart: always answering background would give a mean IoU of 10."""
+    data = tiny_scenes("segment", train=12, val=0, side=48)
+    settings = {"iterations": 160, "eval_every": 40, "batch_size": 6, "crop_size": 48, "lr": 1e-2}
+    result = run("segment", tmp_path, data, **settings, method_kwargs={"width": 32, "neck_width": 32})
+    losses = [row["train_loss"] for row in result.epochs]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] / 2
+    assert result.metric == "miou"
+    assert result.score > 40
+
+
+def test_detection_is_learned(tmp_path: Path) -> None:
+    """4 scenes by heart, whose boxes and masks nobody finds by chance."""
+    data = tiny_scenes("detect", train=4, val=0, side=96)
+    settings = {"iterations": 100, "eval_every": 50, "lr": 5e-3, "hflip": 0.0, "method": "mask_rcnn"}
+    result = run("detect", tmp_path, data, **settings, method_kwargs={"width": 32, "regions": 32})
+    losses = [row["train_loss"] for row in result.epochs]
+    assert losses[-1] < losses[0] / 2
+    assert result.metric == "mask_ap"
+    assert result.score > 25
+    assert result.best["box_ap"] > 25
+
+
+CASES = {
+    "segment": {"ema": 0.9, "accumulate": 2, "photometric": True, "scale": (64, 40), "scale_range": (0.5, 2.0)},
+    "upernet": {"method": "upernet", "method_kwargs": {"width": 16}, "precision": "bf16", "cat_max": 0.75},
+    "detect": {"ema": 0.9, "scales": (24, 32, 40), "scale": (64, 32), "backbone": "stvit_small", "drop_path": 0.1}
+    | {"model_kwargs": {"dims": [16] * 4, "depths": [1] * 4, "num_heads": [2] * 4, "stoken_sizes": [4, 2, 1, 1]}},
+    "masks": {**MASKS, "iterations": 4, "eval_every": 2},
+    "cascade": {**MASKS, "method": "cascade_mask_rcnn", "iterations": 2, "eval_every": 1, "batch_size": 2},
+}
+
+
+# within an epoch of the data, and after an evaluation
+STOPS = [("segment", 2), ("segment", 4), ("upernet", 4), ("detect", 4), ("masks", 1), ("cascade", 1)]
+
+
+@pytest.mark.parametrize(("name", "update"), STOPS)
+def test_going_on_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, update: int) -> None:
+    task = "segment" if name in ("segment", "upernet") else "detect"
+    settings = {"save_every": 1, **CASES[name]}
+    whole = run(task, tmp_path / "whole", **settings)
+    stop_at(monkeypatch, update)
+    with pytest.raises(Stop):
+        run(task, tmp_path / "broken", **settings)
+    monkeypatch.undo()
+    torch.manual_seed(123)
+    resumed = run(task, tmp_path / "broken", **settings)
+    assert_same_bits(tmp_path / "whole", tmp_path / "broken")
+    assert resumed.best == whole.best
+    sheets = [{p.name: p.read_bytes() for p in (tmp_path / n / "pictures").iterdir()} for n in ("whole", "broken")]
+    assert sheets[0] == sheets[1]
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    """Each measures its share of the images; together they get the numbers of one process, for every method."""
+    normed = {key: CASES["detect"][key] for key in ("backbone", "model_kwargs")}  # its finest level has an idle norm
+    runs = [
+        {"task": "segment", "output": str(tmp_path / "segment"), "iterations": 2, "eval_every": 2},
+        {"task": "detect", "output": str(tmp_path / "normed"), "iterations": 2, "eval_every": 2, **normed},
+        {"task": "detect", "output": str(tmp_path / "detect"), "iterations": 2, "eval_every": 2},
+        {"task": "detect", "output": str(tmp_path / "masks"), "iterations": 2, "eval_every": 2, **MASKS},
+        {"task": "detect", "output": str(tmp_path / "cascade"), "iterations": 1, "eval_every": 1, **MASKS}
+        | {"method": "cascade_mask_rcnn"},
+    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.train.dense_worker", json.dumps(runs)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "BatchNorm sees the images of each process alone" in done.stderr
+    for settings in runs:
+        task, folder = settings["task"], Path(settings["output"])
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        alone = evaluate_dense(folder, tiny_scenes(task), device="cpu")
+        shared = {key: rows[-1][key] for key in alone if "/" not in key}
+        assert shared == pytest.approx({key: alone[key] for key in shared}, abs=1e-6)
+        assert len(shared) >= 3
+
+
+def test_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has to be told to use the model again; the pictures of the best and the latest epochs stay."""
+    data = tiny_scenes("segment")
+    result = run("segment", tmp_path / "a", data, iterations=6, eval_every=1, scale=(64, 40), log_every=1)
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert (config["method"], config["backbone"], config["neck"]) == ("semantic_fpn", "test_resnet", "fpn")
+    assert config["label_names"][:2] == ["background", "circle"]
+    assert config["inference"]["scale"] == [64, 40]
+    model, again = result.load(), load_dense(tmp_path / "a")[0]
+    image = torch.randn(1, 3, 33, 50)
+    assert model(image).shape == (1, 9, 33, 50)
+    assert torch.equal(model(image), again(image))
+    found = evaluate_dense(tmp_path / "a", data, device="cpu", batch_size=2)
+    assert found["miou"] == pytest.approx(result.score)
+    assert found["iou/background"] > 0
+    asked: dict = {}
+    real = tokamix.evaluate.dense.classify
+    monkeypatch.setattr(tokamix.evaluate.dense, "classify", lambda *a, **kw: asked.update(kw) or real(*a, **kw))
+    settings = ["test_flip=true", "window=24", "test_scales=[0.5, 1]"]
+    evaluate_dense(tmp_path / "a", data, overrides=settings, device="cpu")
+    assert asked == {"size": (32, 32), "window": 24, "stride": None, "scales": (0.5, 1.0), "flip": True}
+    kept = {f"epoch_{n:04}.png" for n in {result.best["epoch"] + 1, 4, 5, 6}}
+    assert {p.name for p in (tmp_path / "a" / "pictures").iterdir()} == kept
+    with Image.open(tmp_path / "a" / "pictures" / "epoch_0006.png") as sheet:
+        assert sheet.size[0] > 3 * 320
+    card = (tmp_path / "a" / "README.md").read_text()
+    assert "`semantic_fpn` with the backbone `test_resnet`" in card
+    assert "| miou |" in card
+    run("segment", tmp_path / "a", data, iterations=1, eval_every=1, resume=False)
+    assert [p.name for p in (tmp_path / "a" / "pictures").iterdir()] == ["epoch_0001.png"]
+
+
+def first_weights(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """What a run starts with."""
+    found: dict[str, torch.Tensor] = {}
+    real = Dense.prepare
+
+    def prepare(self: Dense, model: torch.nn.Module) -> None:
+        found.update({name: t.clone() for name, t in model.state_dict().items()})
+        real(self, model)
+
+    monkeypatch.setattr(Dense, "prepare", prepare)
+    return found
+
+
+def test_starting_from_a_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backbone is the classifier's body, whose name need not be told."""
+    settings = {"network": "test_resnet", "model_kwargs": {}, "image_size": 32, "epochs": 2}
+    run_classifier(tmp_path / "classifier", data=tiny_data(), **settings)
+    old = load_file(tmp_path / "classifier" / "model.safetensors")
+    start = first_weights(monkeypatch)
+    for source in ("classifier", "classifier/model.safetensors"):
+        run("detect", tmp_path / "a", checkpoint=tmp_path / source, finetune=True, iterations=1, eval_every=1)
+        body = {name.removeprefix("backbone.body."): t for name, t in start.items() if "backbone.body." in name}
+        assert len(body) > 30
+        assert all(torch.equal(t, old[name]) for name, t in body.items())
+        (tmp_path / "a" / "state" / "state.safetensors").unlink()
+    with pytest.raises(ValueError, match="starts from trained weights; give them with --checkpoint, or --pretrained"):
+        run("detect", tmp_path / "b", finetune=True)
+
+
+def test_starting_from_a_segmenter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same method takes everything but what depends on other classes, another method the backbone."""
+    run("segment", tmp_path / "old", iterations=2, eval_every=2)
+    old = load_file(tmp_path / "old" / "model.safetensors")
+    start = first_weights(monkeypatch)
+    data = tiny_scenes("segment")
+    for number, source in enumerate(("old", "old/model.safetensors")):
+        folder = tmp_path / f"same_{number}"
+        run("segment", folder, data, checkpoint=tmp_path / source, iterations=1, eval_every=1, seed=5)
+        assert all(torch.equal(t, old[name]) for name, t in start.items())
+    assert not caplog.records
+    (tmp_path / "alone.safetensors").write_bytes((tmp_path / "old" / "model.safetensors").read_bytes())
+    alone = {"checkpoint": tmp_path / "alone.safetensors", "iterations": 1, "eval_every": 1, "seed": 5}
+    run("segment", tmp_path / "alone", data, **alone)
+    (message,) = caplog.messages
+    assert message.endswith("says nothing of its method: the backbone alone is taken; give the run's folder")
+    assert all(torch.equal(t, old[name]) for name, t in start.items() if name.startswith("backbone."))
+    assert not all(torch.equal(t, old[name]) for name, t in start.items())
+    fewer = replace(data, classes=data.classes[:5])
+    for part in (fewer.train, fewer.val):
+        part.classes, part.category_ids = part.classes[:5], part.category_ids[:5]
+        for i in range(len(part)):
+            scene = part.scene(i)
+            scene.segmentation = scene.segmentation.clamp(max=4)
+    run("segment", tmp_path / "fewer", fewer, checkpoint=tmp_path / "old", iterations=1, eval_every=1, seed=5)
+    fresh = {name for name, t in start.items() if t.shape != old[name].shape or not torch.equal(t, old[name])}
+    assert fresh == {"head.classifier.1.weight", "head.classifier.1.bias"}
+    run("detect", tmp_path / "detector", checkpoint=tmp_path / "old", iterations=1, eval_every=1, seed=5)
+    shared = {name for name, t in start.items() if name in old and torch.equal(t, old[name])}
+    assert {name for name in start if name.startswith("backbone.body.")} <= shared
+    with pytest.raises(ValueError, match="holds no classifier, but semantic_fpn for the task segment"):
+        run_classifier(tmp_path / "c", checkpoint=tmp_path / "old")
+
+
+def bad_scenes(root: Path, **annotation: Any) -> str:
+    """Four pictures in COCO's form to train on, five for validation."""
+    for part, images in (("train", 4), ("val", 5)):
+        things = [thing(i + 1, 10 + i, [5, 5, 20, 20], **annotation) for i in range(images)]
+        write_coco(root, part, content(images, things))
+    return str(root)
+
+
+@pytest.mark.parametrize("task", ["segment", "detect"])
+def test_pictures_that_cannot_be_read(tmp_path: Path, task: str) -> None:
+    """They are left out where that is asked for, also of the sheet."""
+    source = bad_scenes(tmp_path / "data")
+    (tmp_path / "data" / "val" / "10.png").write_bytes(b"no picture")
+    data = create_dataset(source, task)
+    result = run(task, tmp_path / "a", data, corrupt="skip", iterations=1, eval_every=1, batch_size=2)
+    assert len(result.epochs) == 1
+    with Image.open(tmp_path / "a" / "pictures" / "epoch_0001.png") as sheet:
+        assert sheet.height > SHOWN * 240  # so many rows of 320 x 256
+
+
+def test_boxes_do_not_need_masks(tmp_path: Path) -> None:
+    """RetinaNet looks at no outline, so one that is of another size does not matter."""
+    source = bad_scenes(tmp_path / "data", segmentation={"size": [20, 60], "counts": [0, 400, 800]})
+    run("detect", tmp_path / "a", create_dataset(source, "detect"), iterations=1, eval_every=1, batch_size=2)
+    assert (tmp_path / "a" / "pictures" / "epoch_0001.png").is_file()
+
+
+def test_no_run_ends_for_want_of_a_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def truth(self, scene):
+        raise ValueError("no truth")
+
+    monkeypatch.setattr(Segment, "truth", truth)
+    assert len(run("segment", tmp_path).epochs) == 2
+    assert caplog.messages == ["there is no picture of predictions: ValueError: no truth"]
+    assert not (tmp_path / "pictures").exists()
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_pictures_show_the_best_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, averaged: bool) -> None:
+    """Those that were evaluated last are the average's."""
+    scores = iter([2.0, 3.0] if averaged else [3.0, 2.0])
+    shown: list[dict[str, torch.Tensor]] = []
+
+    def picture(self, model):
+        shown.append({name: t.clone() for name, t in model.state_dict().items()})
+
+    monkeypatch.setattr(Segment, "evaluate", lambda *args: {"miou": next(scores)})
+    monkeypatch.setattr(Segment, "picture", picture)
+    result = run("segment", tmp_path, ema=0.9, iterations=3, eval_every=3)
+    assert result.best["averaged"] == averaged
+    best = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(t, best[name]) for name, t in shown[0].items())
+
+
+def test_compiled_for_all_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More sizes of images make no more graphs; the same losses as without."""
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    real = torch.nn.Module.compile
+    settings = {"scale": (64, 32), "iterations": 12, "eval_every": 6}
+    plain = run("detect", tmp_path / "plain", **settings, scales=(24, 32))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **kw: real(self, backend=count, **kw))
+    numbers = []
+    for name, scales in (("few", (24, 32)), ("many", (24, 28, 32, 36, 40, 44, 48, 52))):
+        torch._dynamo.reset()
+        graphs.clear()
+        compiled = run("detect", tmp_path / name, **settings, scales=scales, compile=True)
+        if name == "few":
+            losses = [[row["train_loss"] for row in result.epochs] for result in (plain, compiled)]
+            assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+        numbers.append(len(graphs))
+    torch._dynamo.reset()
+    assert 0 < numbers[0] <= numbers[1] <= 4  # a size, then all others; in training, and in evaluation
+
+
+@pytest.mark.parametrize("body", ["test_resnet", "test_efficientnet"])
+def test_statistics_of_all_processes(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """Every BatchNorm is converted, those with an activation inside too, and the model answers as before."""
+    model = create_segmenter("semantic_fpn", body, 3, width=16, neck_width=16).eval()
+    task = Segment(SEGMENT, tiny_scenes("segment"), {})
+    image = torch.randn(1, 3, 64, 64)
+    before = model(image)
+    norms = sum(isinstance(m, torch.nn.BatchNorm2d) for m in model.modules())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *args: 2)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda *args: "nccl")
+    task.prepare(model)
+    assert sum(isinstance(m, torch.nn.SyncBatchNorm) for m in model.modules()) == norms > 5
+    assert not any(isinstance(m, torch.nn.BatchNorm2d) for m in model.modules())
+    assert torch.equal(model(image), before)
+
+
+def test_a_loss_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Dense.loss
+
+    def loss(self, model, images, targets, moment):
+        value, logs = real(self, model, images, targets, moment)
+        if (moment.epoch, moment.batch) == (0, 1):
+            value = value * torch.nan
+        return value, {**logs, "loss": value}
+
+    monkeypatch.setattr(Dense, "loss", loss)
+    with pytest.raises(NotFiniteError, match="not finite at step 2, batch 1 of epoch 0"):
+        run("segment", tmp_path / "a")
+    assert len(run("segment", tmp_path / "b", skip_nan=1).epochs) == 2
+
+
+def test_rounds() -> None:
+    """Batches follow each other over the ends of the data's epochs, and are the same ones from any start."""
+
+    class Three:
+        dataset_size = 12
+        started: list[tuple[int, int]] = []  # noqa: RUF012
+
+        def __len__(self) -> int:
+            return 3
+
+        def epoch(self, number: int, start: int = 0):
+            self.started.append((number, start))
+            yield from ((number, step) for step in range(start, 3))
+
+        onward = Loader.onward
+
+    rounds = Rounds(Three(), 5)  # type: ignore[arg-type]
+    assert len(rounds) == 5
+    both = [*rounds.epoch(0), *rounds.epoch(1)]
+    assert both == [(e, s) for e in range(4) for s in range(3)][:10]
+    assert Three.started == [(0, 0), (1, 0), (2, 0), (3, 0)]  # nothing is read twice
+    assert list(Rounds(Three(), 5).epoch(1, start=2)) == both[7:]  # type: ignore[arg-type]
+
+
+def rates(recipe, steps: int, updates) -> list[float]:
+    optimizer = create_optimizer(torch.nn.Linear(3, 3), recipe, CPU)
+    schedule = create_scheduler(optimizer, recipe, steps)
+    found = []
+    for update in updates:
+        schedule.step_update(update)
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+def test_poly_and_step() -> None:
+    poly = replace(SEGMENT, iterations=100, eval_every=50, power=0.9, lr=2.0, warmup_iterations=10, warmup_ratio=0.1)
+    assert rates(poly, 50, [0, 5]) == pytest.approx([0.2, 1.1])
+    assert rates(poly, 50, [10, 50, 99]) == pytest.approx([2 * (1 - t / 100) ** 0.9 for t in (10, 50, 99)])
+    step = replace(DETECT, iterations=None, eval_every=None, epochs=12, schedule="step", milestones=(8, 11), lr=1.0)
+    step = replace(step, warmup_iterations=0)
+    assert rates(step, 7, [0, 8 * 7 - 1, 8 * 7, 11 * 7 - 1, 11 * 7]) == pytest.approx([1, 1, 0.1, 0.1, 0.01])
+    by_iterations = replace(step, iterations=100, milestones=(60,))
+    assert rates(by_iterations, 7, [59, 60]) == pytest.approx([1, 0.1])
+
+
+def test_what_cannot_be_trained(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the recipe tiny_detect is for the task detect, not segment"):
+        train(None, tiny_scenes("detect"), DETECT, tmp_path, task="segment", device="cpu")
+    with pytest.raises(ValueError, match="task segment needs scenes, but tiny holds images with one label each"):
+        run("segment", tmp_path, tiny_data())
+    with pytest.raises(ValueError, match="classifies images, but tiny scenes was opened for another task"):
+        run_classifier(tmp_path, data=tiny_scenes("segment"))
+    with pytest.raises(ValueError, match="UperNet has its own pyramid and takes no neck 'atm_fpn'"):
+        run("segment", tmp_path, method="upernet", neck="atm_fpn", method_kwargs={})
+    with pytest.raises(ValueError, match="neither semantic_fpn nor test_resnet takes an argument 'depths'"):
+        run("segment", tmp_path, model_kwargs={"depths": [1]})
+    with pytest.raises(ValueError, match="there is no model 'stvit_smal'; did you mean stvit_small"):
+        run("segment", tmp_path, backbone="stvit_smal")
+    with pytest.raises(ValueError, match="builds its model itself; give the name of a backbone"):
+        run("segment", tmp_path, backbone=torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="--fsdp cannot shard the parts of a model for segment"):
+        run("segment", tmp_path, fsdp=True)
+    boxes = tiny_scenes("detect")
+    boxes.train.has_masks = False
+    with pytest.raises(ValueError, match="mask_rcnn learns masks, but the annotations have boxes alone"):
+        run("detect", tmp_path, boxes, **MASKS)
+    with pytest.raises(ValueError, match="10 training pictures do not fill one batch of 16"):
+        run("segment", tmp_path, batch_size=16)
+    with pytest.raises(ValueError, match="names no model; give one with --model"):
+        train(None, tiny_scenes("segment"), task="segment", output=tmp_path, device="cpu")
+
+
+def test_other_classes_than_the_models(tmp_path: Path) -> None:
+    run("segment", tmp_path / "a", iterations=1, eval_every=1)
+    data = tiny_scenes("segment")
+    renamed = replace(data, classes=("ground", *data.classes[1:]))
+    with pytest.raises(ValueError, match="class 0 of the model is 'background', but that of tiny scenes is 'ground'"):
+        evaluate_dense(tmp_path / "a", renamed, device="cpu")
+    with pytest.raises(ValueError, match="the model tells 9 classes apart, but tiny scenes has 4"):
+        evaluate_dense(tmp_path / "a", replace(data, classes=data.classes[:4]), device="cpu")
+    with pytest.raises(ValueError, match="lr has no part in evaluation; what can be set is scale"):
+        evaluate_dense(tmp_path / "a", data, overrides=["lr=1"], device="cpu")
+    with pytest.raises(FileNotFoundError, match="there is no run"):
+        load_dense(tmp_path / "none")
+    (tmp_path / "a" / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"holds no model\.safetensors"):
+        load_dense(tmp_path / "a")
+    with pytest.raises(ValueError, match="holds no segmenter or detector"):
+        load_dense(tmp_path)

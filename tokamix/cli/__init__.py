@@ -1,0 +1,5 @@
+"""The `tokamix` command."""
+
+from tokamix.cli._cli import app
+
+__all__ = ["app"]

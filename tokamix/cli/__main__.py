@@ -1,0 +1,5 @@
+"""Runs the command line: `python -m tokamix.cli`."""
+
+from tokamix.cli import app
+
+app()

@@ -1,0 +1,1 @@
+"""Images with annotations (boxes, instance masks, semantic masks), for segmentation and detection."""

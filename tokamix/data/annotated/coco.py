@@ -1,0 +1,353 @@
+"""COCO's annotation files: boxes, polygons, run lengths and crowds.
+
+Options of a source (`coco:PATH?empty=keep`):
+
+- `empty`: what becomes of training images without a thing to learn: `drop`, which is what the papers' framework does,
+  or `keep`. In validation they stay.
+
+Where annotations reach over the image's edge they are clipped. Those without area, or without an outline where others
+have one, are left out of training and evaluation, which is logged once. Classes are numbered from 0 in the order of
+their ids, whatever gaps these have; `category_ids` leads back.
+"""
+
+import json
+import logging
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tokamix.data.annotated.datasets import AnnotatedDataset, AnnotatedImage, check_options, classes_of_pixels, held_out
+from tokamix.data.decode import DataError, scene_picture
+
+_log = logging.getLogger("tokamix")
+OPTIONS: dict[str, tuple[str, ...]] = {"empty": ("drop", "keep")}
+NEEDED = {
+    "images": ("id", "file_name", "width", "height"),
+    "annotations": ("id", "image_id", "category_id", "bbox"),
+    "categories": ("id", "name"),
+}
+
+
+def open_coco(path: str, task: str, options: dict[str, str]) -> tuple[AnnotatedDataset, AnnotatedDataset]:
+    """What is for training, and what for validation."""
+    check_options(f"coco:{path}", options, OPTIONS)
+    files = _annotation_files(path)
+    parts = [CocoFile(file) for file in files]
+    kept = [list(range(len(part))) for part in parts]
+    if len(parts) == 1:
+        parts, kept = parts * 2, list(held_out(len(parts[0]), files[0]))
+    train, val = parts
+    for number, name in val.categories.items():
+        if train.categories.get(number) != name:
+            other = train.categories.get(number)
+            raise DataError(
+                f"{val.path} calls the category {number} {name!r}, but {train.path}"
+                f" {'has none of that id' if other is None else f'calls it {other!r}'}; their categories must agree"
+            )
+    if options.get("empty") != "keep":
+        kept[0] = [i for i in kept[0] if train.has_things(i)]
+        if not kept[0]:
+            raise DataError(f"{train.path} has nothing to learn: no image has an annotation with an area")
+    return CocoScenes(train, kept[0], train.categories, task), CocoScenes(val, kept[1], train.categories, task)
+
+
+def _annotation_files(path: str) -> list[Path]:
+    """The file for training and the one for validation, or one for both."""
+    files = [Path(part.strip()).expanduser() for part in path.split(",")]
+    if len(files) > 2:
+        raise DataError(f"coco:{path} names {len(files)} files; one is for training, one for validation")
+    if len(files) == 2 or files[0].suffix == ".json":
+        return files
+    root = files[0]
+    if not root.is_dir():
+        raise DataError(f"there is no folder {root}; give one with annotations/instances_train*.json, or a .json file")
+    found = []
+    for part in ("train", "val"):
+        names = [f"annotations/instances_{part}*.json", f"annotations/{part}*.json", f"annotations/*_{part}.json"]
+        names += [f"{part}*/_annotations.coco.json", f"{part}*.json"]
+        matches = next((matches for name in names if (matches := sorted(root.glob(name)))), None)
+        if not matches:
+            raise DataError(
+                f"{root} has no annotations/instances_{part}*.json; name the files: coco:train.json,val.json"
+            )
+        if len(matches) > 1:
+            both = f"{matches[0].name} and {matches[1].name}"
+            raise DataError(f"{root} has both {both}; name the files: coco:train.json,val.json")
+        found.append(matches[0])
+    return found
+
+
+class CocoFile:
+    """One annotation file, checked and held in few arrays: a million objects would be copied into each worker.
+
+    Args:
+        path: of the .json file; the pictures are looked for beside it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        content = read_json(path)
+        images = self._sorted(content, "images")
+        annotations = self._sorted(content, "annotations")
+        categories = self._sorted(content, "categories")
+        self.categories = {entry["id"]: str(entry["name"]) for entry in categories}
+        place = {entry["id"]: i for i, entry in enumerate(images)}
+        # the tools know images by numbers
+        self.ids = np.array(range(1, 1 + len(images)) if isinstance(images[0]["id"], str) else list(place))
+        self.sizes = np.array([self._size(entry) for entry in images])
+        names = [str(entry["file_name"]) for entry in images]
+        self.folder = self._find_pictures(names)
+        self.names = np.array([os.fsencode(name) for name in names], dtype=np.bytes_)
+        self._read(annotations, place)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def _sorted(self, content: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+        """The entries of one kind, checked, by their ids."""
+        entries = content.get(kind)
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise DataError(f"{self.path} has no list of {kind}; is it COCO's form of annotations?")
+        if not entries and kind != "annotations":
+            raise DataError(f"{self.path} has an empty list of {kind}")
+        for n, entry in enumerate(entries):
+            if missing := [key for key in NEEDED[kind] if key not in entry]:
+                raise DataError(f"{self.path}: entry {n} of {kind} lacks {missing[0]!r}")
+        kinds = {str if isinstance(entry["id"], str) else int if _is_number(entry["id"]) else None for entry in entries}
+        if None in kinds or len(kinds) > 1:
+            raise DataError(f"{self.path}: the ids of {kind} must be all numbers, or all text")
+        twice = [number for number, count in Counter(entry["id"] for entry in entries).items() if count > 1]
+        if twice:
+            raise DataError(f"{self.path}: the id {twice[0]} stands twice in {kind}; ids must differ")
+        return sorted(entries, key=lambda entry: entry["id"])
+
+    def _size(self, entry: dict[str, Any]) -> tuple[int, int]:
+        height, width = entry["height"], entry["width"]
+        if not (_is_number(height) and _is_number(width) and min(height, width) >= 1):
+            raise DataError(f"{self.path}: image {entry['id']} has the size {width!r}x{height!r}; it must be in pixels")
+        return int(height), int(width)
+
+    def _find_pictures(self, names: list[str]) -> Path:
+        """The folder that has the pictures, by the first one's name."""
+        beside, part = self.path.parent, self.path.stem.removeprefix("instances_")
+        roots = [beside.parent, beside] if beside.name == "annotations" else [beside, beside.parent]
+        places = [root / more for root in roots for more in (part, f"images/{part}", "images", ".")]
+        folder = next((place for place in places if (place / names[0]).is_file()), None)
+        if folder is None:
+            tried = ", ".join(str(place) for place in places[:4])
+            raise DataError(f"{self.path} names the picture {names[0]}, but it is not in {tried}; put it there")
+        there = {
+            parent: set(os.listdir(folder / parent))
+            for parent in {os.path.dirname(name) for name in names}
+            if (folder / parent).is_dir()
+        }
+        missing = [name for name in names if os.path.basename(name) not in there.get(os.path.dirname(name), ())]
+        if missing:
+            raise DataError(
+                f"{len(missing)} of the {len(names)} pictures of {self.path} are missing: {folder / missing[0]}"
+            )
+        return folder
+
+    def _read(self, annotations: list[dict[str, Any]], place: dict[Any, int]) -> None:
+        """What training and evaluation need, in the order of the images."""
+        index = {number: i for i, number in enumerate(self.categories)}
+        for entry in annotations:
+            self._check(entry, place, index)
+        annotations = sorted(annotations, key=lambda entry: place[entry["image_id"]])
+        outlines = [_outline(entry.get("segmentation"), self._name(entry)) for entry in annotations]
+        owners = np.array([place[entry["image_id"]] for entry in annotations], dtype=np.int64)
+        told = np.array([entry["bbox"] for entry in annotations], dtype=np.float64).reshape(-1, 4)
+        boxes = np.concatenate([told[:, :2], told[:, :2] + told[:, 2:]], axis=1)
+        boxes = boxes.clip(0, self.sizes[owners][:, [1, 0, 1, 0]])
+        has_area = np.all(boxes[:, 2:] > boxes[:, :2], axis=1)
+        has_outline = np.array([outline is not None for outline in outlines], dtype=bool)
+        self.has_masks = bool(has_outline.any())
+        keep = has_area & has_outline if self.has_masks else has_area
+        if not keep.all():
+            reasons = (~has_area).sum(), (has_area & ~keep).sum()
+            words = "%s: %d of %d annotations are left out: %d have no area in the image, %d no outline"
+            _log.warning(words, self.path, (~keep).sum(), len(keep), *reasons)
+        kept = np.flatnonzero(keep)
+        self.told, self.boxes = told[kept], boxes[kept].astype(np.float32)
+        areas = [annotations[n].get("area") for n in kept]
+        self.areas = np.where([area is None for area in areas], self.told[:, 2:].prod(1), np.array(areas, dtype=float))
+        self.labels = np.array([index[annotations[n]["category_id"]] for n in kept], dtype=np.int64)
+        self.crowd = np.array([bool(annotations[n].get("iscrowd")) for n in kept], dtype=bool)
+        self.starts = np.searchsorted(owners[kept], np.arange(len(self.ids) + 1))
+        # polygons lie one after the other: corners of polygon p from corners[p], polygons of thing n from polygons[n]
+        self.run_lengths: dict[int, dict[str, Any]] = {}
+        found: list[list[np.ndarray]] = []
+        for n, number in enumerate(kept):
+            outline = outlines[number]
+            if isinstance(outline, dict):
+                self.run_lengths[n] = outline
+            found.append(outline if isinstance(outline, list) else [])
+        flat = [polygon for polygons in found for polygon in polygons]
+        self.points = np.concatenate(flat) if flat else np.empty(0)
+        self.corners = np.cumsum([0, *map(len, flat)])
+        self.polygons = np.cumsum([0, *map(len, found)])
+
+    def _name(self, entry: dict[str, Any]) -> str:
+        return f"{self.path}: annotation {entry['id']}"
+
+    def _check(self, entry: dict[str, Any], images: dict[Any, int], categories: dict[Any, int]) -> None:
+        """Raise where an annotation cannot be understood."""
+        if entry["image_id"] not in images:
+            raise DataError(f"{self._name(entry)} belongs to image {entry['image_id']}, which is not listed")
+        if entry["category_id"] not in categories:
+            raise DataError(f"{self._name(entry)} has category {entry['category_id']}, which is not listed")
+        box, area = entry["bbox"], entry.get("area")
+        if not (isinstance(box, list) and len(box) == 4 and all(_is_number(side) for side in box)):
+            raise DataError(f"{self._name(entry)} has the bbox {box!r}; it must be [left, top, width, height]")
+        if not (area is None or _is_number(area)):
+            raise DataError(f"{self._name(entry)} has the area {area!r}; it must be a number")
+
+    def has_things(self, i: int) -> bool:
+        """Whether image i has something to learn, which a crowd is not."""
+        return not self.crowd[self.starts[i] : self.starts[i + 1]].all()
+
+    def mask(self, n: int, size: tuple[int, int], name: str) -> np.ndarray:
+        """The mask (H, W) of thing n, as the reference tools draw it."""
+        tools = mask_tools()
+        if n in self.run_lengths:
+            runs = self.run_lengths[n]
+            if tuple(runs["size"]) != size:
+                raise DataError(
+                    f"{name} is {size[1]}x{size[0]} px, but a mask of it {runs['size'][1]}x{runs['size'][0]}"
+                )
+            if not isinstance(runs["counts"], list):
+                return tools.decode(runs)
+            if sum(runs["counts"]) != math.prod(size):
+                raise DataError(f"{name} has {math.prod(size)} px, but the runs of a mask add to {sum(runs['counts'])}")
+            return tools.decode(tools.frPyObjects(runs, *size))
+        return tools.decode(tools.merge(tools.frPyObjects(self.outline(n), *size)))
+
+    def outline(self, n: int) -> dict[str, Any] | list[list[float]]:
+        """Run lengths or polygons of thing n."""
+        if n in self.run_lengths:
+            return self.run_lengths[n]
+        polygons = range(self.polygons[n], self.polygons[n + 1])
+        return [self.points[self.corners[p] : self.corners[p + 1]].tolist() for p in polygons]
+
+
+class CocoScenes(AnnotatedDataset):
+    """Some images of an annotation file."""
+
+    def __init__(self, file: CocoFile, kept: Sequence[int], categories: dict[int, str], task: str) -> None:
+        self.file, self.kept, self.task = file, np.array(kept, dtype=np.int64), task
+        self.category_ids, things = tuple(categories), tuple(categories.values())
+        self.has_masks = file.has_masks
+        # another file may list fewer categories
+        self.index = torch.tensor([self.category_ids.index(number) for number in file.categories])
+        self.classes = things
+        if task == "segment":
+            if not file.has_masks:
+                has = "boxes, but no outlines" if len(file.boxes) else "no annotations with an area"
+                raise DataError(f"{file.path} has {has} to segment by")
+            self.classes, self.category_ids = ("background", *things), (0, *self.category_ids)
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def name_of(self, i: int) -> str:
+        """The picture's path."""
+        return str(self.file.folder / os.fsdecode(self.file.names[self.kept[i]]))
+
+    def image_id(self, i: int) -> int:
+        """The id in the file; images whose ids are text are numbered from 1."""
+        return int(self.file.ids[self.kept[i]])
+
+    def scene(self, i: int, masks: bool = True) -> AnnotatedImage:
+        """Scene i, decoded."""
+        file, number = self.file, self.kept[i]
+        height, width = (int(side) for side in file.sizes[number])
+        image = scene_picture(Path(self.name_of(i)), (height, width), f"{file.path} says")
+        things = range(file.starts[number], file.starts[number + 1])
+        scene = AnnotatedImage(
+            image=image,
+            boxes=torch.from_numpy(file.boxes[things.start : things.stop]).clone(),
+            labels=self.index[torch.from_numpy(file.labels[things.start : things.stop])],
+            masks=None,
+            crowd=torch.from_numpy(file.crowd[things.start : things.stop]).clone(),
+            segmentation=None,
+            image_id=self.image_id(i),
+            name=self.name_of(i),
+        )
+        if self.has_masks and (masks or self.task == "segment"):
+            drawn = np.zeros((len(things), height, width), dtype=bool)
+            for n, thing in enumerate(things):
+                drawn[n] = file.mask(thing, (height, width), scene.name)
+            scene.masks = torch.from_numpy(drawn)
+        if self.task == "segment":
+            scene.segmentation = classes_of_pixels(scene)
+        return scene
+
+    def has_things(self) -> bool:
+        """Whether there is anything to find."""
+        return any(self.file.has_things(i) for i in self.kept)
+
+    def coco_dict(self) -> dict[str, Any]:
+        """What the file says of these images, without the annotations that are left out.
+
+        Annotations' ids start at 1, since the reference tools take one of id 0 for none at all.
+        """
+        file, categories = self.file, tuple(self.file.categories)
+        images: list[dict[str, Any]] = []
+        annotations: list[dict[str, Any]] = []
+        for i, number in enumerate(self.kept):
+            height, width = file.sizes[number].tolist()
+            name = os.fsdecode(file.names[number])
+            images.append({"id": self.image_id(i), "file_name": name, "width": width, "height": height})
+            for n in range(file.starts[number], file.starts[number + 1]):
+                entry = {"id": len(annotations) + 1, "image_id": self.image_id(i), "bbox": file.told[n].tolist()}
+                entry |= {"category_id": categories[file.labels[n]], "area": float(file.areas[n])}
+                entry |= {"iscrowd": int(file.crowd[n])} | ({"segmentation": file.outline(n)} if self.has_masks else {})
+                annotations.append(entry)
+        named = [{"id": number, "name": name} for number, name in file.categories.items()]
+        return {"images": images, "annotations": annotations, "categories": named}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of an annotation file."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise DataError(f"there is no annotation file {path}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is broken or no .json file: {error}") from None
+    if not isinstance(content, dict):
+        raise DataError(f"{path} holds a {type(content).__name__}; COCO's form has images, annotations and categories")
+    return content
+
+
+def mask_tools() -> Any:
+    """The reference tools for masks."""
+    try:
+        from pycocotools import mask
+    except ImportError:
+        raise ImportError("COCO's masks need pycocotools: pip install 'tokamix[detect]'") from None
+    return mask
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _outline(segmentation: Any, name: str) -> list[np.ndarray] | dict[str, Any] | None:
+    """Polygons that have an area, or run lengths; None where there is neither."""
+    if isinstance(segmentation, dict):
+        size, counts = segmentation.get("size"), segmentation.get("counts")
+        if not (isinstance(size, list) and len(size) == 2 and isinstance(counts, list | str)):
+            raise DataError(f"{name} has run lengths without 'size' and 'counts'")
+        return segmentation
+    parts = segmentation if isinstance(segmentation, list) else []
+    polygons = [points for points in parts if isinstance(points, list) and len(points) >= 6]
+    if not all(_is_number(value) for points in polygons for value in points):
+        raise DataError(f"{name} has a polygon whose corners are not numbers")
+    return [np.array(points[: len(points) // 2 * 2], dtype=np.float64) for points in polygons] or None

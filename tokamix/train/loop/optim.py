@@ -1,0 +1,90 @@
+"""Optimizer, learning rate and stochastic depth, as a recipe says; timm does the work."""
+
+import inspect
+from typing import Any
+
+import torch
+from timm.layers import DropPath
+from timm.optim import create_optimizer_v2, get_optimizer_class
+from timm.scheduler import create_scheduler_v2
+from timm.scheduler.scheduler import Scheduler
+from torch import nn
+
+from tokamix.recipes import Recipe
+
+
+def create_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.Optimizer:
+    """Parameter groups without decay on norms, biases and what the model names; layer decay where asked for."""
+    kwargs: dict[str, Any] = {}
+    if recipe.betas is not None:
+        kwargs["betas"] = tuple(recipe.betas)
+    if recipe.eps is not None:
+        kwargs["eps"] = recipe.eps
+    parameters = inspect.signature(get_optimizer_class(recipe.optimizer, bind_defaults=False)).parameters
+    if device.type == "cuda" and recipe.precision != "fp16" and "fused" in parameters:
+        kwargs["fused"] = True
+    return create_optimizer_v2(
+        model,
+        opt=recipe.optimizer,
+        lr=recipe.peak_lr,
+        weight_decay=recipe.weight_decay,
+        momentum=recipe.momentum,
+        layer_decay=recipe.layer_decay,
+        **kwargs,
+    )
+
+
+def create_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe, steps: int) -> Scheduler:
+    """Warm-up, then the recipe's schedule, by the optimizer step; a function of that step's number and nothing else."""
+    total = recipe.iterations or recipe.epochs * steps
+    unit = 1 if recipe.iterations else steps
+    if recipe.warmup_iterations is not None:
+        warmup, start = float(recipe.warmup_iterations), recipe.warmup_ratio * recipe.peak_lr
+    else:
+        warmup, start = 0.0 if recipe.iterations else recipe.warmup_epochs * steps, recipe.warmup_lr
+    schedule, _ = create_scheduler_v2(
+        optimizer,
+        sched={"step": "multistep", "constant": "multistep"}.get(recipe.schedule, recipe.schedule),
+        num_epochs=total,
+        decay_milestones=[m * unit + 1 for m in recipe.milestones],  # timm's come a step early
+        decay_rate=recipe.power if recipe.schedule == "poly" else 0.1,  # one argument has both meanings
+        min_lr=recipe.min_lr,
+        warmup_lr=start,
+        warmup_epochs=warmup,
+        step_on_epochs=False,
+        updates_per_epoch=1,
+    )
+    return schedule
+
+
+class DropPathSchedule:
+    """Stochastic depth that may change during the run; the layers keep their proportions."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        self.rates = {0: recipe.drop_path, **recipe.drop_path_later} if recipe.drop_path_later else {}
+        layers = [module for module in model.modules() if isinstance(module, DropPath)]
+        top = max((layer.drop_prob for layer in layers), default=0.0)
+        if self.rates and not top:
+            raise ValueError(
+                f"{type(model).__name__} has no stochastic depth that drop_path_later {recipe.drop_path_later} could"
+                " change; leave it out"
+            )
+        self.rates[0] = top if self.rates.get(0) is None else self.rates[0]
+        self.shares = [(layer, layer.drop_prob / top) for layer in layers] if top else []
+
+    def rate(self, epoch: int) -> float:
+        """The largest rate in this epoch."""
+        return self.rates[max(start for start in self.rates if start <= epoch)] or 0.0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the layers to this epoch's rates."""
+        if len(self.rates) > 1:
+            for layer, share in self.shares:
+                layer.drop_prob = self.rate(epoch) * share
+
+    @staticmethod
+    def build_rate(recipe: Recipe) -> float | None:
+        """The rate to build the model with: never 0 if it grows later, for then the layers would be missing."""
+        if recipe.drop_path is None:
+            return None
+        return max(recipe.drop_path, *recipe.drop_path_later.values(), 0.0)

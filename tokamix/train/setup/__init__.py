@@ -1,0 +1,1 @@
+"""Model, data and task of a run, from its recipe."""

@@ -1,0 +1,144 @@
+"""Teachers: any timm model, checkpoint or ONNX file that answers images with logits."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from json import loads
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.data import resolve_model_data_config
+from torch import Tensor
+
+from tokamix.checkpoint import load_checkpoint, read_checkpoint, unwrap
+from tokamix.compile import compile_blocks
+from tokamix.models._registry import create_model
+
+Statistics = tuple[Sequence[float], Sequence[float]]
+
+
+class Teacher:
+    """Logits for images that were normalised for the student: brought to the teacher's own statistics and size."""
+
+    def __init__(
+        self,
+        logits: Callable[[Tensor], Tensor],
+        own: Statistics,
+        student: Statistics,
+        size: tuple[int, int] | None,
+        device: torch.device,
+    ) -> None:
+        self.logits = logits
+        self.size = size
+        self.scale, self.shift = _between(student, own, device)
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> Tensor:
+        """Logits, in float32."""
+        images = images * self.scale + self.shift
+        if self.size is not None and images.shape[2:] != self.size:
+            images = F.interpolate(images, self.size, mode="bicubic", antialias=True)
+        return self.logits(images).float()
+
+
+def load_teacher(
+    source: str,
+    num_classes: int,
+    student: Statistics,
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    compiled: bool = False,
+) -> Teacher:
+    """Load a teacher.
+
+    Args:
+        source: a timm name (its pretrained weights are taken), `name@file` for a checkpoint of that model, the folder
+            of a run, `hf-hub:user/name`, or an .onnx file. An ONNX file may state its normalisation as `mean` and `std`
+            in its metadata; otherwise it is given the student's.
+        num_classes: what the teacher must tell apart.
+        student: mean and std that the images were normalised with.
+        device: where it runs.
+        autocast: context of its forward passes.
+        compiled: use torch.compile.
+    """
+    if source.endswith(".onnx"):
+        return _onnx_teacher(source, num_classes, student, device)
+    model = _load_model(source).to(device).eval().requires_grad_(False)
+    if model.num_classes != num_classes:
+        raise ValueError(
+            f"the teacher {source} tells {model.num_classes} classes apart, but the data has {num_classes};"
+            " give one that was trained on the same classes"
+        )
+    config = resolve_model_data_config(model)
+    size = tuple(config["input_size"][1:]) if model.pretrained_cfg.get("fixed_input_size") else None
+    if compiled:
+        compile_blocks(model, graphs=False)
+
+    def logits(images: Tensor) -> Tensor:
+        with autocast():
+            return model(images)
+
+    return Teacher(logits, (config["mean"], config["std"]), student, size, device)
+
+
+def _load_model(source: str) -> Any:
+    if Path(source).is_dir():
+        source = f"local-dir:{source}"
+    name, at, file = source.partition("@")
+    if at and not name.startswith("hf-hub:"):
+        weights = unwrap(read_checkpoint(file))
+        model = create_model(name)
+        classifier = weights.get(f"{model.pretrained_cfg.get('classifier')}.weight")
+        if classifier is not None and classifier.shape[0] != model.num_classes:
+            model = create_model(name, num_classes=classifier.shape[0])
+        load_checkpoint(model, weights)
+        return model
+    if Path(source).suffix in (".pth", ".pt", ".safetensors", ".bin"):
+        raise ValueError(f"{source} holds weights but does not say of which model; write NAME@{source}")
+    return create_model(source, pretrained=True)
+
+
+def _onnx_teacher(file: str, num_classes: int, student: Statistics, device: torch.device) -> Teacher:
+    try:
+        import onnxruntime
+    except ImportError:
+        raise ValueError(f"the teacher {file} needs onnxruntime: pip install 'tokamix[onnx]'") from None
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"there is no teacher {file}")
+    wanted = ["CUDAExecutionProvider"] if device.type == "cuda" else []
+    available = onnxruntime.get_available_providers()
+    session = onnxruntime.InferenceSession(
+        file, providers=[*(p for p in wanted if p in available), "CPUExecutionProvider"]
+    )
+    (entry,) = session.get_inputs()
+    fixed = entry.shape[0] if isinstance(entry.shape[0], int) else None
+    classes = session.get_outputs()[0].shape[-1]
+    if isinstance(classes, int) and classes != num_classes:
+        raise ValueError(f"the teacher {file} tells {classes} classes apart, but the data has {num_classes}")
+    told = session.get_modelmeta().custom_metadata_map
+    own = (loads(told["mean"]), loads(told["std"])) if "mean" in told and "std" in told else student
+    sides = tuple(entry.shape[2:])
+    size = sides if all(isinstance(side, int) for side in sides) else None
+
+    def logits(images: Tensor) -> Tensor:
+        # a file made for a fixed batch takes the images in parts of that size
+        parts = images.float().cpu().split(fixed or len(images))
+        rows = [torch.from_numpy(session.run(None, {entry.name: _fill(part, fixed).numpy()})[0]) for part in parts]
+        return torch.cat(rows)[: len(images)].to(device)
+
+    return Teacher(logits, own, student, size, device)
+
+
+def _fill(images: Tensor, size: int | None) -> Tensor:
+    missing = (size or len(images)) - len(images)
+    return torch.cat([images, images.new_zeros(missing, *images.shape[1:])]) if missing else images
+
+
+def _between(student: Statistics, own: Statistics, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Scale and shift that take images from one normalisation to the other."""
+    (mean, std), (own_mean, own_std) = (
+        [torch.tensor(values, device=device).view(1, -1, 1, 1) for values in statistics]
+        for statistics in (student, own)
+    )
+    return std / own_std, (mean - own_mean) / own_std
