@@ -87,7 +87,7 @@ def main() -> None:
     recipe = load_recipe(f"small_{args.task}", [*SETTINGS, *SIZES[args.task], *args.set])
     output = args.output or Path(tempfile.mkdtemp())
     begun = time.perf_counter()
-    data = DatasetSplits(f"{len(few)} pictures", few, few, scenes.classes)
+    data = DatasetSplits(f"{len(few)} pictures", few, few, scenes.classes, args.task)
     result = train(None, data, recipe, output, resume=False, workers=args.workers)
     shown = [key for key in TITLES if key in result.epochs[-1]]
     print(", ".join(f"{TITLES[key]} {result.epochs[-1][key]:.1f}" for key in shown), end="")

@@ -15,7 +15,7 @@ from tests.train.tiny import assert_same_bits, run
 from tokamix import files
 from tokamix.files import WriteError, write_atomically, write_tensors, write_text
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def test_written_whole_or_not_at_all(tmp_path: Path) -> None:

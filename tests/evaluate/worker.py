@@ -62,7 +62,9 @@ def whole(folder: Path) -> dict:
     answers: dict = {}
     for task in ("segment", "detect"):
         part = Counted(Shapes(7, 32, part="b", large=2), task)
-        answers[task] = evaluate_dense(folder / task, DatasetSplits("few", part, part, part.classes), device="cpu")
+        answers[task] = evaluate_dense(
+            folder / task, DatasetSplits("few", part, part, part.classes, task), device="cpu"
+        )
         answers[f"{task} asked"] = part.asked
     model, data = model_and_data()
     seen: list[int] = []

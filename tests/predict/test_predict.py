@@ -136,7 +136,7 @@ def test_pictures_lie_as_the_camera_says(tmp_path: Path) -> None:
 
 def test_the_pages_lines(detector: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/dense.md's Python for predictions."""
-    page = (Path(__file__).parents[1] / "docs" / "dense.md").read_text().partition("## Predict")[2]
+    page = (Path(__file__).parents[2] / "docs" / "dense.md").read_text().partition("## Predict")[2]
     lines = page.partition("```python\n")[2].partition("```")[0]
     monkeypatch.chdir(pictures)
     Path("runs").mkdir()

@@ -34,7 +34,7 @@ def tiny_scenes(task: str, train: int = 10, val: int = 5, side: int = 32) -> Dat
     """A few scenes; the first validation scenes are the training's where `val` is 0."""
     counts = {"a": train, "b": val} if val else {"a": train}
     parts = [ShapeScenes(Shapes(count, side, part=part, large=2), task) for part, count in counts.items()]
-    return DatasetSplits("tiny scenes", parts[0], parts[-1], parts[0].classes)
+    return DatasetSplits("tiny scenes", parts[0], parts[-1], parts[0].classes, task)
 
 
 def run(task: str, output: Path, data: Any = None, **settings: Any) -> RunResult:

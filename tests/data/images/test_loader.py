@@ -340,7 +340,7 @@ def test_a_gpu_sees_what_a_cpu_sees(dataset: ImageDataset, name: str) -> None:
 
 
 def test_the_page_runs() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
     pictures, scenes = [part.partition("```")[0] for part in page.split("```python\n")[1:]]
     scope: dict = {}
     exec(pictures, scope)

@@ -18,7 +18,7 @@ from tests.train.tiny import TINY, assert_same_bits, run, state_of, tiny_data
 from tokamix.train.loop.engine import Engine
 from tokamix.train.loop.state import read_state, write_state
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Stop(Exception):

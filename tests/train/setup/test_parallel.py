@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.train.tiny import run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # nothing that differs in each process: no dropout; mixed pairs are the same however a batch is dealt out
 SETTINGS = {"log_every": 1, "save_every": 3, "ema": 0.9, "clip_grad": 1.0, "mixup": 0.8, "cutmix": 1.0, "epochs": 2}
 SETTINGS |= {"random_erasing": 0.3, "crop_padding": 1, "hflip": 0.5}

@@ -29,7 +29,7 @@ from tokamix.train.loop.optim import create_optimizer, create_scheduler
 from tokamix.train.tasks.dense import SHOWN, Dense
 from tokamix.train.tasks.segment import Segment
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 MASKS = {"method": "mask_rcnn", "method_kwargs": {"width": 16, "regions": 32}}
 
