@@ -72,4 +72,5 @@ class InferenceConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Rebuild a config from `to_dict`."""
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+        arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**arguments)
