@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command_deals_the_images_out(folder: Path) -> None:
     """One process tells what all of them saw."""
     command = ["eval", str(folder / "segment"), "--data", "shapes:32", "--device", "cpu", "--workers", "0"]
-    together = printed("tokamix.cli", *command)
+    together = printed("tokamix", *command)
     assert together.count("mIoU") == 1
     assert together == CliRunner().invoke(app, command).output
 
