@@ -124,7 +124,7 @@ def ops_table() -> list[str]:
 
 def dense_table() -> list[str]:
     lines = [
-        "| network | images | eager | with `deform_conv2d` | recorded | with `deform_conv2d` | times |",
+        "| network | images | eager | with `deform_conv2d` | graphed | with `deform_conv2d` | times |",
         "|---|---|---|---|---|---|---|",
     ]
     modes: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
