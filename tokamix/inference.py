@@ -5,11 +5,11 @@ Evaluation, prediction, export and the web page read it, so that all of them see
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-Task = Literal["classify", "segment", "detect"]
+from tokamix.tasks import Task
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokamix.data.annotated.datasets import IGNORE
+from tokamix.tasks import IGNORE_INDEX
 
 
 class MeanIoU:
@@ -27,7 +27,7 @@ class MeanIoU:
         if prediction.shape != target.shape:
             raise ValueError(f"a prediction of {tuple(prediction.shape)} pixels for a target of {tuple(target.shape)}")
         count = len(self.classes)
-        counted = target != IGNORE
+        counted = target != IGNORE_INDEX
         true, predicted = target[counted].long(), prediction.to(target.device)[counted].long()
         if len(true):
             low, high = torch.stack([*true.aminmax(), *predicted.aminmax()]).view(2, 2).t().tolist()
@@ -35,7 +35,7 @@ class MeanIoU:
                 wrong = "a target" if not 0 <= low[0] <= high[0] < count else "a prediction"
                 found = (low if min(low) < 0 else high)[wrong == "a prediction"]
                 raise ValueError(
-                    f"{wrong} has class {found}, but there are {count} (0 to {count - 1}, {IGNORE}: ignored)"
+                    f"{wrong} has class {found}, but there are {count} (0 to {count - 1}, {IGNORE_INDEX}: ignored)"
                 )
         pairs = torch.bincount(true * count + predicted, minlength=count * count).view(count, count)
         self.confusion = pairs if self.confusion is None else self.confusion.to(pairs.device) + pairs
