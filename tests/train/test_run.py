@@ -339,7 +339,9 @@ def test_the_pages_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         "model_kwargs": {"patch_size": 2, "dim": 16, "depth": 1, "num_heads": 2},
     }
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tokamix.train.train", partial(train, overrides=short, quiet=True, device="cpu"))
+    monkeypatch.setattr(
+        sys.modules["tokamix.train"], "train", partial(train, overrides=short, quiet=True, device="cpu")
+    )
     scope: dict = {}
     exec(lines, scope)
     assert scope["model"].num_classes == 10

@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-import tokamix.evaluate.dense
 from tests.data.annotated.files import content, thing, write_coco
 from tests.train.loop.test_resume import Stop, stop_at
 from tests.train.tiny import assert_same_bits, tiny_data
@@ -21,6 +20,7 @@ from tests.train.tiny_dense import DETECT, SEGMENT, run, tiny_scenes
 from tokamix.data import Loader, create_dataset
 from tokamix.dense import create_segmenter
 from tokamix.dense.saved import load_dense
+from tokamix.evaluate import dense as evaluate_module
 from tokamix.evaluate.dense import evaluate_dense
 from tokamix.train import train
 from tokamix.train.loop.engine import NotFiniteError
@@ -130,8 +130,8 @@ def test_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["miou"] == pytest.approx(result.score)
     assert found["iou/background"] > 0
     asked: dict = {}
-    real = tokamix.evaluate.dense.classify
-    monkeypatch.setattr(tokamix.evaluate.dense, "classify", lambda *a, **kw: asked.update(kw) or real(*a, **kw))
+    real = evaluate_module.classify
+    monkeypatch.setattr(evaluate_module, "classify", lambda *a, **kw: asked.update(kw) or real(*a, **kw))
     settings = ["test_flip=true", "window=24", "test_scales=[0.5, 1]"]
     evaluate_dense(tmp_path / "a", data, overrides=settings, device="cpu")
     assert asked == {"size": (32, 32), "window": 24, "stride": None, "scales": (0.5, 1.0), "flip": True}
