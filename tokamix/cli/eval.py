@@ -27,13 +27,13 @@ def eval_(
 
     On many GPUs: torchrun --nproc-per-node 8 -m tokamix eval ...
     """
-    from tokamix.distributed import together
+    from tokamix.distributed import process_group
 
-    with plain_errors(), together(device) as rank:
-        from tokamix.dense.saved import read_config
+    with plain_errors(), process_group(device) as rank:
+        from tokamix.dense.saved import load_dense_config
         from tokamix.evaluate import evaluate
 
-        if config := read_config(source):
+        if config := load_dense_config(source):
             for option, given in (("--model", model), ("--image-size", image_size)):
                 if given is not None:
                     cure = "leave it out" if option == "--model" else "use --set scale=[1333,800]"

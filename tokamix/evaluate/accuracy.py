@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tokamix.checkpoint import load_checkpoint
 from tokamix.data import DatasetSplits, Loader, create_dataset, create_loader
-from tokamix.distributed import share
+from tokamix.distributed import rank_and_world_size
 from tokamix.models._registry import create_model
 from tokamix.recipes import Recipe
 
@@ -98,7 +98,9 @@ def evaluate(
         interpolation=config["interpolation"],
     )
     reading: dict[str, Any] = {"batch_size": batch_size, "device": place, "workers": workers, "corrupt": corrupt}
-    loader = create_loader(opened.val, recipe, train=False, **reading, **statistics(config), **share())
+    rank, world_size = rank_and_world_size()
+    processes = {"rank": rank, "world": world_size}
+    loader = create_loader(opened.val, recipe, train=False, **reading, **statistics(config), **processes)
     return accuracy(network, loader)
 
 

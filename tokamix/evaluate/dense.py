@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from tokamix.data import AnnotatedDataset, DatasetSplits, create_dataset
 from tokamix.data.annotated.loader import create_annotated_loader
-from tokamix.dense.saved import Config, load_dense
-from tokamix.dense.windows import classify
-from tokamix.distributed import share
+from tokamix.dense.saved import Config, load_dense_model
+from tokamix.dense.sliding_window import predict_classes
+from tokamix.distributed import rank_and_world_size
 from tokamix.evaluate.detection import CocoAP
 from tokamix.evaluate.segmentation import MeanIoU
 from tokamix.recipes import Recipe, load_overrides
@@ -50,7 +50,7 @@ def segment_metrics(model: nn.Module, loader: Any, classes: Sequence[str], recip
 def segment_images(model: Any, images: Tensor, size: tuple[int, int], recipe: Recipe) -> Tensor:
     """Classes (B, H, W) of images (B, 3, h, w), at the size that they had."""
     how: Any = {"window": recipe.window, "stride": recipe.window_stride}
-    return classify(model, images, size=size, scales=recipe.test_scales, flip=recipe.test_flip, **how)
+    return predict_classes(model, images, size=size, scales=recipe.test_scales, flip=recipe.test_flip, **how)
 
 
 @torch.no_grad()
@@ -96,15 +96,16 @@ def evaluate_dense(
         workers: processes that decode.
         corrupt: what to do with pictures that cannot be decoded: stop and name the first, or skip them.
     """
-    model, config = load_dense(source)
+    model, config = load_dense_model(source)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     opened = create_dataset(data, config["task"]) if isinstance(data, str) else data
     check_classes(config, opened)
     recipe = inference_recipe(config, overrides)
     reading: dict[str, Any] = {"batch_size": batch_size, "device": place, "workers": workers, "corrupt": corrupt}
     statistics = {"mean": config["mean"], "std": config["std"]}
+    rank, world_size = rank_and_world_size()
     loader = create_annotated_loader(
-        opened.val, recipe, config["task"], train=False, **reading, **statistics, **share()
+        opened.val, recipe, config["task"], train=False, rank=rank, world=world_size, **reading, **statistics
     )
     model.to(place)
     if config["task"] == "segment":

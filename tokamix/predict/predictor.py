@@ -20,7 +20,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from tokamix.data.annotated.datasets import AnnotatedImage, rle
 from tokamix.data.annotated.transforms import shown
 from tokamix.data.decode import EXTENSIONS, DataError, scene_picture, upright
-from tokamix.dense.saved import Config, load_dense
+from tokamix.dense.saved import Config, load_dense_model
 from tokamix.evaluate.dense import inference_recipe, segment_images
 from tokamix.predict.draw import Things, class_picture, draw_segmentation, draw_things
 
@@ -96,7 +96,7 @@ def draw(pixels: Tensor, prediction: Prediction, classes: tuple[str, ...], legen
 
 def load_predictor(run: str | Path, device: str | None = None, score: float = 0.3) -> Predictor:
     """The best model of a run's folder, on a GPU where there is one."""
-    model, config = load_dense(run)
+    model, config = load_dense_model(run)
     return Predictor(model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")), config, score)
 
 

@@ -11,7 +11,7 @@ import timm
 import torch
 from torch import nn
 
-from tokamix.dense.saved import load_dense, read_config
+from tokamix.dense.saved import load_dense_config, load_dense_model
 from tokamix.recipes import Recipe, load_recipe
 from tokamix.train.loop.engine import Engine, Options
 from tokamix.train.loop.state import read_state
@@ -50,8 +50,8 @@ class RunResult:
 
     def load(self) -> Any:
         """The model with its best weights."""
-        if read_config(self.folder):
-            return load_dense(self.folder)[0]
+        if load_dense_config(self.folder):
+            return load_dense_model(self.folder)[0]
         return timm.create_model(f"local-dir:{self.folder}", pretrained=True)
 
 

@@ -20,7 +20,7 @@ from tests.train.tiny import run as run_classifier
 from tests.train.tiny_dense import DETECT, SEGMENT, run, tiny_scenes
 from tokamix.data import Loader, create_dataset
 from tokamix.dense import create_segmenter
-from tokamix.dense.saved import load_dense
+from tokamix.dense.saved import load_dense_model
 from tokamix.evaluate.dense import evaluate_dense
 from tokamix.train import train
 from tokamix.train.loop.engine import NotFiniteError
@@ -122,7 +122,7 @@ def test_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config["method"], config["backbone"], config["neck"]) == ("semantic_fpn", "test_resnet", "fpn")
     assert config["label_names"][:2] == ["background", "circle"]
     assert config["inference"]["scale"] == [64, 40]
-    model, again = result.load(), load_dense(tmp_path / "a")[0]
+    model, again = result.load(), load_dense_model(tmp_path / "a")[0]
     image = torch.randn(1, 3, 33, 50)
     assert model(image).shape == (1, 9, 33, 50)
     assert torch.equal(model(image), again(image))
@@ -407,9 +407,9 @@ def test_other_classes_than_the_models(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="lr has no part in evaluation; what can be set is scale"):
         evaluate_dense(tmp_path / "a", data, overrides=["lr=1"], device="cpu")
     with pytest.raises(FileNotFoundError, match="there is no run"):
-        load_dense(tmp_path / "none")
+        load_dense_model(tmp_path / "none")
     (tmp_path / "a" / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"holds no model\.safetensors"):
-        load_dense(tmp_path / "a")
+        load_dense_model(tmp_path / "a")
     with pytest.raises(ValueError, match="holds no segmenter or detector"):
-        load_dense(tmp_path)
+        load_dense_model(tmp_path)

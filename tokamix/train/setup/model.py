@@ -11,7 +11,7 @@ from torch import nn
 
 from tokamix.checkpoint import load_checkpoint, read_checkpoint, unwrap
 from tokamix.data.annotated.datasets import DatasetSplits
-from tokamix.dense.saved import config_of, create_dense, load_weights
+from tokamix.dense.saved import create_dense_model, load_config, load_matching_weights
 from tokamix.evaluate.accuracy import statistics
 from tokamix.evaluate.dense import inference_settings
 from tokamix.models._registry import create_model
@@ -42,7 +42,7 @@ def build_model(
         checkpoint: a file, a run's folder or `hf-hub:user/name` to start from.
         pretrained: start from timm's pretrained weights.
     """
-    told = config_of(checkpoint) if checkpoint is not None else {}
+    told = load_config(checkpoint) if checkpoint is not None else {}
     if "method" in told:
         raise ValueError(f"{checkpoint} holds no classifier, but {told['method']} for the task {told['task']}")
     name = _name(name, told.get("architecture"), recipe, checkpoint, pretrained)
@@ -77,7 +77,7 @@ def build_dense(
     """
     if isinstance(model, nn.Module):
         raise ValueError(f"task {recipe.task} builds its model itself; give the name of a backbone")
-    told = config_of(checkpoint) if checkpoint is not None else {}
+    told = load_config(checkpoint) if checkpoint is not None else {}
     same = told.get("method") == recipe.method
     name = _name(model, told.get("architecture") or told.get("backbone"), recipe, checkpoint, pretrained)
     known: dict[str, Any] = told.get("model_args") or told.get("backbone_args") or {}
@@ -100,14 +100,14 @@ def build_dense(
         _log.warning("%s says nothing of its method: the backbone alone is taken; give the run's folder", checkpoint)
     start = {"pretrained": pretrained, "checkpoint": body}
     try:
-        network = create_dense(config, drop_path=DropPathSchedule.build_rate(recipe), **start)
+        network = create_dense_model(config, drop_path=DropPathSchedule.build_rate(recipe), **start)
     except TypeError as error:
         raise ValueError(
             f"neither {recipe.method} nor {name} takes an argument {_unknown(error)!r}; change the recipe's"
             " method_kwargs, model_kwargs or drop_path"
         ) from error
     if same and checkpoint is not None:
-        fresh = load_weights(network, checkpoint)
+        fresh = load_matching_weights(network, checkpoint)
         if lost := [parameter for parameter in fresh if parameter.startswith("backbone.")]:
             raise ValueError(f"{checkpoint} does not fit {name}: it has nothing for {len(lost)} weights as {lost[0]}")
         for parameter in fresh:
