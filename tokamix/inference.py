@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import timm
 from timm.data import (
@@ -23,8 +23,8 @@ from timm.models import split_model_name_tag
 from tokamix.checkpoint import load_checkpoint
 from tokamix.files import write_text
 from tokamix.models._registry import create_model
+from tokamix.tasks import Task
 
-Task = Literal["classify", "segment", "detect"]
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar")
 SEGMENT_ONLY = ("window", "window_stride", "test_scales", "test_flip")
 CLASSIFY_ONLY = ("image_size", "crop_pct")

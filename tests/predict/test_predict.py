@@ -134,18 +134,6 @@ def test_pictures_lie_as_the_camera_says(tmp_path: Path) -> None:
     assert read_picture(tmp_path / "c.png").shape == (3, 3, 2)
 
 
-def test_the_pages_lines(detector: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/dense.md's Python for predictions."""
-    page = (Path(__file__).parents[2] / "docs" / "dense.md").read_text().partition("## Predict")[2]
-    lines = page.partition("```python\n")[2].partition("```")[0]
-    monkeypatch.chdir(pictures)
-    Path("runs").mkdir()
-    Path("runs/things").symlink_to(detector)
-    Path("portrait.jpg").write_bytes(Path("b.jpg").read_bytes())
-    exec(lines, {})
-    assert Path("overlay.png").is_file()
-
-
 def test_names_do_not_collide(segmenter: Path, pictures: Path, tmp_path: Path) -> None:
     """Files of one name get numbers, and none that another file has in its own name."""
     (tmp_path / "more").mkdir()

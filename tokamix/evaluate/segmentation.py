@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tokamix.data.annotated.datasets import IGNORE
 from tokamix.dense.windows import classify
 from tokamix.evaluate.common import evaluation_mode, group_by_size
 from tokamix.inference import InferenceConfig
+from tokamix.tasks import IGNORE_INDEX
 
 
 @torch.no_grad()
@@ -54,7 +54,7 @@ class MeanIoU:
                 f"the prediction has shape {tuple(prediction.shape)}, but the target {tuple(target.shape)}"
             )
         count = len(self.classes)
-        valid = target != IGNORE
+        valid = target != IGNORE_INDEX
         true, predicted = target[valid].long(), prediction.to(target.device)[valid].long()
         if len(true):
             low, high = torch.stack([*true.aminmax(), *predicted.aminmax()]).view(2, 2).t().tolist()
@@ -62,7 +62,7 @@ class MeanIoU:
                 wrong = "a target" if not 0 <= low[0] <= high[0] < count else "a prediction"
                 value = (low if min(low) < 0 else high)[wrong == "a prediction"]
                 raise ValueError(
-                    f"{wrong} has class {value}, but there are {count} (0 to {count - 1}, {IGNORE}: ignored)"
+                    f"{wrong} has class {value}, but there are {count} (0 to {count - 1}, {IGNORE_INDEX}: ignored)"
                 )
         pairs = torch.bincount(true * count + predicted, minlength=count * count).view(count, count)
         self.confusion = pairs if self.confusion is None else self.confusion.to(pairs.device) + pairs
