@@ -19,23 +19,12 @@ from tokamix.ops import dispatch
 PACKAGE = Path(tokamix.__file__).parent
 # from the lowest to the highest: a folder imports only itself and what stands before it; `cli` imports all
 ORDER = (
-    *(
-        "_lazy",
-        "_register",
-        "files",
-        "tasks",
-        "distributed",
-        "compile",
-        "ops",
-        "layers",
-        "mixers",
-        "swap",
-        "cost",
-        "models",
-    ),
+    *("_lazy", "_register", "files", "tasks", "distributed", "compile", "ops", "layers", "mixers", "swap", "cost"),
     *("models", "checkpoint", "inference", "recipes", "data", "dense", "evaluate", "predict", "train"),
     *("explain", "bench", "compare", "demo", "cli", "__main__"),
 )
+# `load_model` imports the dense models inside the function: only users of segmenters and detectors load them
+DEFERRED = {"inference.py imports tokamix.dense.saved"}
 PUBLIC = {
     *("create_model", "list_models", "create_body", "create_mixer", "create_segmenter", "create_detector"),
     *("train", "evaluate", "predict", "load_recipe", "list_recipes", "create_dataset", "swap_mixer"),
@@ -70,11 +59,11 @@ def test_every_module_has_a_level() -> None:
 
 
 def test_import_directions() -> None:
-    upward = []
+    upward = set()
     for path in modules():
         own = level("tokamix." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts))
-        upward += [f"{path.relative_to(PACKAGE)} imports {name}" for name in imports(path) if level(name) > own]
-    assert not upward
+        upward |= {f"{path.relative_to(PACKAGE)} imports {name}" for name in imports(path) if level(name) > own}
+    assert upward == DEFERRED
 
 
 def is_plain(node: ast.stmt) -> bool:
