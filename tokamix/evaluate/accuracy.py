@@ -16,7 +16,7 @@ from tokamix.checkpoint import load_checkpoint
 from tokamix.data import DatasetSplits, Loader, create_dataset, create_loader
 from tokamix.distributed import share
 from tokamix.models._registry import create_model
-from tokamix.recipes import Recipe
+from tokamix.recipes import ClassifyRecipe
 
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
 
@@ -91,7 +91,7 @@ def evaluate(
     if answers != len(opened.classes):
         raise ValueError(f"the model tells {answers} classes apart, but {opened.name} has {len(opened.classes)}")
     config = resolve_model_data_config(network)
-    recipe = Recipe(
+    recipe = ClassifyRecipe(
         name="evaluation",
         image_size=image_size or config["input_size"][-1],
         crop_pct=config["crop_pct"],

@@ -15,7 +15,7 @@ from tokamix.dense.windows import classify
 from tokamix.distributed import share
 from tokamix.evaluate.detection import CocoAP
 from tokamix.evaluate.segmentation import MeanIoU
-from tokamix.recipes import Recipe, load_overrides
+from tokamix.recipes import Recipe, create_recipe, load_overrides
 
 INFERENCE = ("scale", "interpolation", "window", "window_stride", "test_scales", "test_flip")
 
@@ -30,7 +30,8 @@ def inference_recipe(config: Config, overrides: Sequence[str] = ()) -> Recipe:
     settings = {**config["inference"], **load_overrides(overrides)}
     if unknown := [key for key in settings if key not in INFERENCE]:
         raise ValueError(f"{unknown[0]} has no part in evaluation; what can be set is {', '.join(INFERENCE)}")
-    return Recipe(name="evaluation", task=config["task"], method=config["method"], crop_size=1, **settings)
+    crop = {"crop_size": 1} if config["task"] == "segment" else {}
+    return create_recipe({"name": "evaluation", "task": config["task"], "method": config["method"], **crop, **settings})
 
 
 @torch.no_grad()
