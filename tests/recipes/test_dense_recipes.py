@@ -5,9 +5,9 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from tokamix.dense import METHODS
 from tokamix.dense.saved import create_dense
 from tokamix.recipes import FOLDER, DetectRecipe, SegmentRecipe, list_recipes, load_recipe, recipe_rows
+from tokamix.tasks import METHODS
 
 NAMES = [name for name in list_recipes() if load_recipe(name).task != "classify"]
 OURS = {"shapes_segment", "shapes_detect", "small_segment", "small_detect"}

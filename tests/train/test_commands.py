@@ -54,7 +54,7 @@ def test_errors_are_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("width", [80, 160])
 def test_recipes(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokamix.cli._cli.console", Console(width=width))
+    monkeypatch.setattr("tokamix.cli.recipes.console", Console(width=width))
     out = call("recipes")
     assert all(f" {name} " in out for name in list_recipes())
     assert "ATMNet, Tables 1 and 9: ATMNet-xT" in out

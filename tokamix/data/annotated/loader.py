@@ -8,11 +8,12 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
-from tokamix.data.annotated.datasets import IGNORE, AnnotatedDataset, AnnotatedImage, Task
+from tokamix.data.annotated.datasets import AnnotatedDataset, AnnotatedImage, Task
 from tokamix.data.annotated.transforms import shown, train_detect, train_segment
 from tokamix.data.decode import DataError
 from tokamix.data.images.loader import Reader, Setup, WorkerLoader, check_batches
 from tokamix.data.rng import key
+from tokamix.tasks import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from tokamix.recipes import Recipe
@@ -135,7 +136,7 @@ class _SceneReader(Reader):
             return _packed(targets)
         side = self.recipe.crop_size
         images = torch.zeros(len(targets), 3, side, side, dtype=torch.uint8)
-        classes = torch.full((len(targets), side, side), IGNORE, dtype=torch.uint8)
+        classes = torch.full((len(targets), side, side), IGNORE_INDEX, dtype=torch.uint8)
         sizes = [tuple(target["image"].shape[-2:]) for target in targets]
         for n, (height, width) in enumerate(sizes):
             images[n, :, :height, :width] = targets[n]["image"]
