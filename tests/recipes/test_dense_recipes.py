@@ -5,7 +5,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from tokamix.dense.saved import create_dense
+from tokamix.dense.saved import create_dense_model
 from tokamix.recipes import FOLDER, DetectRecipe, SegmentRecipe, list_recipes, load_recipe, recipe_rows
 from tokamix.tasks import METHODS
 
@@ -112,7 +112,7 @@ def test_models_build(name: str) -> None:
     config = {"task": recipe.task, "method": recipe.method, "neck": recipe.neck, "num_classes": 5}
     config |= {"backbone": recipe.model or "atmnet_xtiny", "method_args": recipe.method_kwargs}
     config["backbone_args"] = recipe.model_kwargs | {"device": "meta"}
-    model = create_dense(config, drop_path=recipe.drop_path)
+    model = create_dense_model(config, drop_path=recipe.drop_path)
     assert model.method == recipe.method
     assert model.num_classes == 5
     deepest = max((m.drop_prob or 0.0 for m in model.modules() if type(m).__name__ == "DropPath"), default=0.0)

@@ -25,6 +25,8 @@ from typing import (
 import yaml
 from timm.optim import list_optimizers
 
+from tokamix.tasks import Task
+
 AUGMENTS = ("3-augment", "3a", "augmix", "original", "rand", "v0")  # prefixes of timm's auto augmentation strings
 
 
@@ -107,7 +109,7 @@ class Recipe:
     name: str
     source: str = "ours"
     data: str | None = None
-    task: str
+    task: Task
 
     model: str | None = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
