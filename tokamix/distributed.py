@@ -27,7 +27,7 @@ def join(backend: str) -> None:
 def share() -> dict[str, Any]:
     """Rank and world of this process, as loaders take them; alone where nobody was met."""
     together = dist.is_initialized()
-    return {"rank": dist.get_rank() if together else 0, "world": dist.get_world_size() if together else 1}
+    return {"rank": dist.get_rank() if together else 0, "world_size": dist.get_world_size() if together else 1}
 
 
 @contextmanager

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tokamix.checkpoint import load_checkpoint
-from tokamix.data import DatasetSplits, Loader, create_dataset, create_loader
+from tokamix.data import DatasetSplits, Loader, create_dataset
+from tokamix.data.images.loader import create_eval_loader
 from tokamix.distributed import share
+from tokamix.inference import InferenceConfig
 from tokamix.models._registry import create_model
-from tokamix.recipes import Recipe
 
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
 
@@ -48,14 +49,14 @@ def accuracy(model: nn.Module, loader: Loader, batch_size: int | None = None) ->
     return {"top1": 100 * top1 / n, "top5": 100 * top5 / n, "loss": loss_sum / n}
 
 
-def _same_number(loader: Loader, needed: bool) -> Iterator[tuple[Tensor, Tensor]]:
+def _same_number(loader: Any, needed: bool) -> Iterator[tuple[Tensor, Tensor]]:
     """The loader's batches; where processes gather weights for each other, as many in each: the last may be empty."""
     yield from loader.epoch(0)
     if needed:
         most = torch.tensor(len(loader), device=loader.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         if len(loader) < most:
-            side = loader.recipe.image_size
+            side = loader.image_size
             images = torch.zeros(1, len(loader.mean), side, side, device=loader.device)
             yield images, torch.zeros(0, dtype=torch.int64, device=loader.device)
 
@@ -91,14 +92,18 @@ def evaluate(
     if answers != len(opened.classes):
         raise ValueError(f"the model tells {answers} classes apart, but {opened.name} has {len(opened.classes)}")
     config = resolve_model_data_config(network)
-    recipe = Recipe(
-        name="evaluation",
+    seen = statistics(config)
+    inference = InferenceConfig(
+        task="classify",
+        class_names=opened.classes,
+        mean=seen["mean"],
+        std=seen["std"],
         image_size=image_size or config["input_size"][-1],
         crop_pct=config["crop_pct"],
         interpolation=config["interpolation"],
     )
     reading: dict[str, Any] = {"batch_size": batch_size, "device": place, "workers": workers, "corrupt": corrupt}
-    loader = create_loader(opened.val, recipe, train=False, **reading, **statistics(config), **share())
+    loader = create_eval_loader(opened.val, inference, **reading, **share())
     return accuracy(network, loader)
 
 

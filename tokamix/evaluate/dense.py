@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from tokamix.data import AnnotatedDataset, DatasetSplits, create_dataset
-from tokamix.data.annotated.loader import create_annotated_loader
+from tokamix.data.annotated.loader import create_eval_loader
 from tokamix.dense.saved import Config, load_dense
 from tokamix.dense.windows import classify
 from tokamix.distributed import share
 from tokamix.evaluate.detection import CocoAP
 from tokamix.evaluate.segmentation import MeanIoU
+from tokamix.inference import InferenceConfig
 from tokamix.recipes import Recipe, load_overrides
 
 INFERENCE = ("scale", "interpolation", "window", "window_stride", "test_scales", "test_flip")
@@ -31,6 +32,18 @@ def inference_recipe(config: Config, overrides: Sequence[str] = ()) -> Recipe:
     if unknown := [key for key in settings if key not in INFERENCE]:
         raise ValueError(f"{unknown[0]} has no part in evaluation; what can be set is {', '.join(INFERENCE)}")
     return Recipe(name="evaluation", task=config["task"], method=config["method"], crop_size=1, **settings)
+
+
+def inference_config(config: Config, recipe: Recipe) -> InferenceConfig:
+    """Preprocessing of a trained model's images, as loaders and transforms take it."""
+    return InferenceConfig(
+        task=config["task"],
+        class_names=tuple(config["label_names"]),
+        mean=tuple(config["mean"]),
+        std=tuple(config["std"]),
+        interpolation=recipe.interpolation,
+        scale=recipe.scale,
+    )
 
 
 @torch.no_grad()
@@ -102,10 +115,7 @@ def evaluate_dense(
     check_classes(config, opened)
     recipe = inference_recipe(config, overrides)
     reading: dict[str, Any] = {"batch_size": batch_size, "device": place, "workers": workers, "corrupt": corrupt}
-    statistics = {"mean": config["mean"], "std": config["std"]}
-    loader = create_annotated_loader(
-        opened.val, recipe, config["task"], train=False, **reading, **statistics, **share()
-    )
+    loader = create_eval_loader(opened.val, inference_config(config, recipe), **reading, **share())
     model.to(place)
     if config["task"] == "segment":
         return segment_metrics(model, loader, opened.classes, recipe)

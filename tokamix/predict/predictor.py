@@ -17,11 +17,11 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from tokamix.data.annotated.datasets import AnnotatedImage, rle
-from tokamix.data.annotated.transforms import shown
+from tokamix.data.annotated.datasets import rle
+from tokamix.data.annotated.transforms import eval_transform
 from tokamix.data.decode import EXTENSIONS, DataError, scene_picture, upright
 from tokamix.dense.saved import Config, load_dense
-from tokamix.evaluate.dense import inference_recipe, segment_images
+from tokamix.evaluate.dense import inference_config, inference_recipe, segment_images
 from tokamix.predict.draw import Things, class_picture, draw_segmentation, draw_things
 
 Picture = str | Path | Image.Image | Tensor
@@ -72,9 +72,7 @@ class Predictor:
     def _seen(self, pixels: Tensor) -> Tensor:
         """Pixels as the model was trained to see them."""
         device = next(self.model.parameters()).device
-        none = torch.zeros(0, 4)
-        scene = AnnotatedImage(pixels, none, none[:, 0].long(), None, none[:, 0].bool(), None, image_id=0, name="")
-        pixels = shown(scene, self.recipe).image  # as in evaluation
+        pixels = eval_transform(pixels, inference_config(self.config, self.recipe))
         mean, std = (torch.tensor(self.config[key], device=device)[:, None, None] for key in ("mean", "std"))
         return (pixels.to(device).float() / 255 - mean) / std
 

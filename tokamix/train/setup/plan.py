@@ -9,10 +9,12 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 from tokamix.checkpoint import load_checkpoint
-from tokamix.data import DatasetSplits, ImageDataset, create_dataset, create_loader
-from tokamix.data.annotated.loader import create_annotated_loader
+from tokamix.data import DatasetSplits, ImageDataset, create_dataset
+from tokamix.data.annotated import loader as annotated
+from tokamix.data.images import loader as images
 from tokamix.evaluate.accuracy import statistics
 from tokamix.evaluate.detection import check_detection
+from tokamix.inference import InferenceConfig
 from tokamix.recipes import Recipe
 from tokamix.train.loop.epochs import Rounds
 from tokamix.train.output.run_folder import Row
@@ -79,9 +81,10 @@ def _classification(
     described = timm_config(network, arguments, config, opened.classes)
 
     def equip(accelerator: Accelerator, reading: Row) -> tuple[Loaders, Task]:
-        common = {**reading, **_place(recipe, accelerator), **statistics(config)}
-        train_loader = create_loader(opened.train, recipe, train=True, **common)
-        loaders = in_rounds(train_loader, recipe), create_loader(opened.val, recipe, train=False, **common)
+        common = {**reading, **_place(recipe, accelerator)}
+        train_loader = images.create_train_loader(opened.train, recipe, **common, **statistics(config))
+        inference = _inference_config(recipe, opened, config)
+        loaders = in_rounds(train_loader, recipe), images.create_eval_loader(opened.val, inference, **common)
         if recipe.distillation == "none":
             return loaders, Classify(recipe, classes)
         student, device = (config["mean"], config["std"]), accelerator.device
@@ -103,9 +106,11 @@ def _dense(
         check_detection(opened.val, network.has_masks)
 
     def equip(accelerator: Accelerator, reading: Row) -> tuple[Loaders, Task]:
-        common = {**reading, **_place(recipe, accelerator), "mean": config["mean"], "std": config["std"]}
-        train_loader = create_annotated_loader(opened.train, recipe, task_name, train=True, **common)
-        val_loader = create_annotated_loader(opened.val, recipe, task_name, train=False, **common)
+        common = {**reading, **_place(recipe, accelerator)}
+        statistics = {"mean": config["mean"], "std": config["std"]}
+        train_loader = annotated.create_train_loader(opened.train, recipe, **common, **statistics)
+        inference = _inference_config(recipe, opened, config)
+        val_loader = annotated.create_eval_loader(opened.val, inference, **common)
         make = Segment if recipe.task == "segment" else Detect
         return (in_rounds(train_loader, recipe), val_loader), make(recipe, opened, config)
 
@@ -122,8 +127,21 @@ def in_rounds(loader: Any, recipe: Recipe) -> Rounds:
 
 def _place(recipe: Recipe, accelerator: Accelerator) -> Row:
     world = accelerator.num_processes
-    place = {"rank": accelerator.process_index, "world": world, "device": accelerator.device}
+    place = {"rank": accelerator.process_index, "world_size": world, "device": accelerator.device}
     return {"batch_size": recipe.micro_batch(world), **place}
+
+
+def _inference_config(recipe: Recipe, opened: DatasetSplits, config: Row) -> InferenceConfig:
+    return InferenceConfig(
+        task=recipe.task,
+        class_names=opened.classes,
+        mean=tuple(config["mean"]),
+        std=tuple(config["std"]),
+        interpolation=recipe.interpolation,
+        image_size=recipe.image_size,
+        crop_pct=recipe.crop_pct or 0.875,
+        scale=recipe.scale,
+    )
 
 
 def _with_crop(recipe: Recipe, model: nn.Module, opened: DatasetSplits) -> Recipe:
