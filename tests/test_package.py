@@ -17,8 +17,8 @@ from tokamix.ops import dispatch
 PACKAGE = Path(tokamix.__file__).parent
 # floors from the ground up; a module may import its own floor and those below it
 FLOORS = [
-    *("files", "distributed", "compile", "ops", "layers", "mixers", "swap", "cost", "models", "checkpoint"),
-    *("dense", "bench", "inference", "recipes", "data", "evaluate", "predict", "train", "explain", "demo", "cli"),
+    *("tasks", "files", "distributed", "compile", "ops", "layers", "mixers", "swap", "cost", "models", "checkpoint"),
+    *("inference", "recipes", "data", "dense", "bench", "evaluate", "predict", "train", "explain", "demo", "cli"),
     "__main__",
 ]
 
@@ -82,6 +82,17 @@ def test_import_is_cheap_and_silent() -> None:
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "[]"
     assert run.stderr == ""
+
+
+def test_data_and_recipes_do_not_load_the_dense_models() -> None:
+    code = (
+        "import sys\n"
+        "import tokamix.data, tokamix.recipes\n"
+        "print([name for name in sys.modules if name.startswith('tokamix.dense')])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "[]"
 
 
 def test_unknown_names_get_a_hint() -> None:

@@ -32,10 +32,10 @@ from tokamix.train.setup.model import build_model
 BODY = "columnar_tiny"
 SHOWN = "2"  # the digit whose picture is looked into
 DOCS = {
-    "Training on your own images": "training.md",
+    "Training on your own images": "guides/train.md",
     "Recipes": "recipes.md",
-    "Swapping a mixer into a model you have": "swap.md",
-    "Adding a mixer of your own": "add-a-mixer.md",
+    "Swapping a mixer into a model you have": "guides/swap.md",
+    "Adding a mixer of your own": "guides/add-a-mixer.md",
     "Benchmarks": "benchmarks.md",
 }
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 import yaml
 from timm.optim import list_optimizers
 
-from tokamix.dense import METHODS
+from tokamix.tasks import METHODS
 
 FOLDER = Path(__file__).parent
 UNUSED = {  # what one dense task has and the other has not

@@ -10,8 +10,9 @@ from pycocotools import mask as tools
 
 from tests.data.annotated.files import blocks, content, thing, write_coco, write_pair
 from tokamix.data import DataError, create_dataset
-from tokamix.data.annotated.datasets import IGNORE, AnnotatedImage, classes_of_pixels, held_out, rle
+from tokamix.data.annotated.datasets import AnnotatedImage, classes_of_pixels, held_out, rle
 from tokamix.data.shapes import CLASSES, Shapes
+from tokamix.tasks import IGNORE_INDEX
 
 
 def test_shapes_for_both_tasks() -> None:
@@ -88,7 +89,7 @@ def test_things_drawn_over_each_other() -> None:
     scene = AnnotatedImage(image, none, torch.tensor([4, 0, 7]), masks, torch.tensor([0, 0, 1]).bool(), None, 0, "x")
     drawn = classes_of_pixels(scene)
     assert drawn[2:4, 2:4].unique().tolist() == [5]  # the small one is in front
-    assert drawn[0].tolist() == [1] * 5 + [IGNORE]  # and the crowd behind all
+    assert drawn[0].tolist() == [1] * 5 + [IGNORE_INDEX]  # and the crowd behind all
     with pytest.raises(DataError, match="x has boxes, but no masks to segment by"):
         classes_of_pixels(replace(scene, masks=None))
     assert scene.label == 7

@@ -344,14 +344,3 @@ def test_a_gpu_sees_what_a_cpu_sees(dataset: ImageDataset, name: str) -> None:
                 pass
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-
-def test_the_page_runs() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
-    pictures, scenes = [part.partition("```")[0] for part in page.split("```python\n")[1:]]
-    scope: dict = {}
-    exec(pictures, scope)
-    assert scope["images"].shape == (64, 3, 32, 32)
-    exec(scenes, scope)
-    assert [image.shape for image in scope["images"]] == [(3, 128, 128)] * 4
-    assert len(scope["targets"]) == 4

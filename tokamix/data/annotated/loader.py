@@ -9,12 +9,13 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
-from tokamix.data.annotated.datasets import IGNORE, AnnotatedDataset, AnnotatedImage
+from tokamix.data.annotated.datasets import AnnotatedDataset, AnnotatedImage
 from tokamix.data.annotated.transforms import train_detect, train_segment, transform_for_eval
 from tokamix.data.batches import IndexOrder
 from tokamix.data.decode import DataError
 from tokamix.data.loading import BatchReader, Corrupt, WorkerLoader
 from tokamix.data.rng import key
+from tokamix.tasks import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from tokamix.inference import InferenceConfig
@@ -194,7 +195,7 @@ class _TrainReader(_Reader):
         targets = [self._target(epoch, position, *sample) for epoch, position, sample in samples]
         side: Any = self.recipe.crop_size
         images = torch.zeros(len(targets), 3, side, side, dtype=torch.uint8)
-        classes = torch.full((len(targets), side, side), IGNORE, dtype=torch.uint8)
+        classes = torch.full((len(targets), side, side), IGNORE_INDEX, dtype=torch.uint8)
         sizes = [tuple(target["image"].shape[-2:]) for target in targets]
         for n, (height, width) in enumerate(sizes):
             images[n, :, :height, :width] = targets[n]["image"]

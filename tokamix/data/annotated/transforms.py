@@ -17,7 +17,8 @@ from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from tokamix.data.annotated.datasets import IGNORE, AnnotatedImage
+from tokamix.data.annotated.datasets import AnnotatedImage
+from tokamix.tasks import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from tokamix.inference import InferenceConfig
@@ -128,7 +129,7 @@ def crop_classes(scene: AnnotatedImage, side: int, most: float, draw: np.random.
         if most >= 1:
             break
         part = scene.segmentation[top : top + height, left : left + width]
-        counts = torch.bincount(part.flatten(), minlength=IGNORE + 1)[:IGNORE]
+        counts = torch.bincount(part.flatten(), minlength=IGNORE_INDEX + 1)[:IGNORE_INDEX]
         if (counts > 0).sum() > 1 and counts.max() < most * counts.sum():
             break
     return crop(scene, top, left, height, width)

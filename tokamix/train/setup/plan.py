@@ -12,13 +12,12 @@ from tokamix.checkpoint import load_checkpoint
 from tokamix.data import DatasetSplits, ImageDataset, create_dataset
 from tokamix.data.annotated import loader as annotated
 from tokamix.data.images import loader as images
-from tokamix.evaluate.accuracy import statistics
 from tokamix.evaluate.detection import check_detection
 from tokamix.inference import InferenceConfig
 from tokamix.recipes import Recipe
 from tokamix.train.loop.epochs import Rounds
 from tokamix.train.output.run_folder import Row
-from tokamix.train.setup.model import build_dense, build_model, data_config, timm_config
+from tokamix.train.setup.model import build_dense, build_model, inference_config, timm_config
 from tokamix.train.setup.parallel import Accelerator
 from tokamix.train.setup.teacher import load_teacher
 from tokamix.train.tasks import Task
@@ -77,17 +76,17 @@ def _classification(
     else:
         network, arguments = build_model(model, recipe, classes, channels, checkpoint, pretrained)
     recipe = _with_crop(recipe, network, opened)
-    config = data_config(network, recipe, channels)
-    described = timm_config(network, arguments, config, opened.classes)
+    config = inference_config(network, recipe, channels, opened.classes)
+    described = timm_config(network, arguments, config)
+    normalisation = {"in_chans": channels, "mean": config.mean, "std": config.std}
 
     def equip(accelerator: Accelerator, reading: Row) -> tuple[Loaders, Task]:
         common = {**reading, **_place(recipe, accelerator)}
-        train_loader = images.create_train_loader(opened.train, recipe, **common, **statistics(config))
-        inference = _inference_config(recipe, opened, config)
-        loaders = in_rounds(train_loader, recipe), images.create_eval_loader(opened.val, inference, **common)
+        train_loader = images.create_train_loader(opened.train, recipe, **common, **normalisation)
+        loaders = in_rounds(train_loader, recipe), images.create_eval_loader(opened.val, config, **common)
         if recipe.distillation == "none":
             return loaders, Classify(recipe, classes)
-        student, device = (config["mean"], config["std"]), accelerator.device
+        student, device = (config.mean, config.std), accelerator.device
         teacher = load_teacher(str(recipe.teacher), classes, student, device, accelerator.autocast, recipe.compile)
         return loaders, Distill(recipe, classes, teacher)
 
@@ -107,9 +106,9 @@ def _dense(
 
     def equip(accelerator: Accelerator, reading: Row) -> tuple[Loaders, Task]:
         common = {**reading, **_place(recipe, accelerator)}
-        statistics = {"mean": config["mean"], "std": config["std"]}
-        train_loader = annotated.create_train_loader(opened.train, recipe, **common, **statistics)
-        inference = _inference_config(recipe, opened, config)
+        inference = InferenceConfig.from_dict(config["inference"])
+        normalisation: Row = {"mean": inference.mean, "std": inference.std}
+        train_loader = annotated.create_train_loader(opened.train, recipe, **common, **normalisation)
         val_loader = annotated.create_eval_loader(opened.val, inference, **common)
         make = Segment if recipe.task == "segment" else Detect
         return (in_rounds(train_loader, recipe), val_loader), make(recipe, opened, config)
@@ -129,19 +128,6 @@ def _place(recipe: Recipe, accelerator: Accelerator) -> Row:
     world = accelerator.num_processes
     place = {"rank": accelerator.process_index, "world_size": world, "device": accelerator.device}
     return {"batch_size": recipe.micro_batch(world), **place}
-
-
-def _inference_config(recipe: Recipe, opened: DatasetSplits, config: Row) -> InferenceConfig:
-    return InferenceConfig(
-        task=recipe.task,
-        class_names=opened.classes,
-        mean=tuple(config["mean"]),
-        std=tuple(config["std"]),
-        interpolation=recipe.interpolation,
-        image_size=recipe.image_size,
-        crop_pct=recipe.crop_pct or 0.875,
-        scale=recipe.scale,
-    )
 
 
 def _with_crop(recipe: Recipe, model: nn.Module, opened: DatasetSplits) -> Recipe:
