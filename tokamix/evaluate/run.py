@@ -10,7 +10,7 @@ from torch import nn
 from tokamix.data import DatasetSplits, create_dataset
 from tokamix.data.annotated import loader as annotated
 from tokamix.data.images import loader as images
-from tokamix.distributed import share
+from tokamix.distributed import rank_and_world_size
 from tokamix.evaluate.accuracy import measure_accuracy
 from tokamix.evaluate.detection import measure_ap
 from tokamix.evaluate.segmentation import measure_miou
@@ -55,7 +55,9 @@ def evaluate(
     config = config.replace(**load_overrides(overrides) | ({} if image_size is None else {"image_size": image_size}))
     _check_classes(config, splits)
     network.to(where)
-    reading: dict[str, Any] = {"device": where, "workers": workers, "corrupt": corrupt, **share()}
+    rank, world_size = rank_and_world_size()
+    reading: dict[str, Any] = {"device": where, "workers": workers, "corrupt": corrupt}
+    reading |= {"rank": rank, "world_size": world_size}
     if config.task == "classify":
         loader = images.create_eval_loader(splits.val, config, batch_size=batch_size or 128, **reading)
         return measure_accuracy(network, loader)

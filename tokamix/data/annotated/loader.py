@@ -193,7 +193,7 @@ class _TrainReader(_Reader):
         if self.task == "detect":
             return super().collate(samples)
         targets = [self._target(epoch, position, *sample) for epoch, position, sample in samples]
-        side: Any = self.recipe.crop_size
+        side = self.recipe.crop_size
         images = torch.zeros(len(targets), 3, side, side, dtype=torch.uint8)
         classes = torch.full((len(targets), side, side), IGNORE_INDEX, dtype=torch.uint8)
         sizes = [tuple(target["image"].shape[-2:]) for target in targets]
