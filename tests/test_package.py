@@ -19,7 +19,20 @@ from tokamix.ops import dispatch
 PACKAGE = Path(tokamix.__file__).parent
 # from the lowest to the highest: a folder imports only itself and what stands before it; `cli` imports all
 ORDER = (
-    *("_lazy", "_register", "files", "tasks", "distributed", "compile", "ops", "layers", "mixers", "swap", "cost"),
+    *(
+        "_lazy",
+        "_register",
+        "_hints",
+        "files",
+        "tasks",
+        "distributed",
+        "compile",
+        "ops",
+        "layers",
+        "mixers",
+        "swap",
+        "cost",
+    ),
     *("models", "checkpoint", "inference", "recipes", "data", "dense", "evaluate", "predict", "train"),
     *("explain", "bench", "compare", "demo", "cli", "__main__"),
 )

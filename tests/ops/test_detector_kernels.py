@@ -4,12 +4,10 @@ import pytest
 import torch
 
 from tests.dense.detectors import small
-from tests.ops.kernels import DEVICE, needs_triton
+from tests.ops.kernels import DEVICE
 from tokamix.dense import _detector, mask_rcnn, retinanet
 from tokamix.dense._detector import collect
 from tokamix.ops.dispatch import use_backend
-
-pytestmark = needs_triton
 
 
 @pytest.mark.parametrize("method", ["mask_rcnn", "cascade_mask_rcnn", "retinanet"])
