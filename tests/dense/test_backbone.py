@@ -15,7 +15,7 @@ from tests.conftest import assert_golden, load_golden
 from tests.models.test_atmnet import TINY, build, translate
 from tokamix.dense import DenseBackbone, VitPyramid, create_backbone, create_segmenter
 from tokamix.dense.backbone import LevelNorms
-from tokamix.dense.vit_pyramid import taps
+from tokamix.dense.vit_pyramid import select_blocks
 from tokamix.models.atmnet import ATMNet
 
 # one of each family and kind: pyramids with and without norms, columns of patch 8 and 16, with and without class token
@@ -101,7 +101,7 @@ def test_maps(name: str, levels: type[nn.Module]) -> None:
 def test_models_of_one_size(name: str) -> None:
     """Smaller images are padded to it, all that is trained gets a gradient, and larger ones get a sentence."""
     backbone = create_backbone(name)
-    assert backbone.fixed == (224, 224)
+    assert backbone.fixed_size == (224, 224)
     images = torch.randn(2, 3, 70, 45)
     assert backbone.pad(images).shape == (2, 3, 224, 224)
     maps = backbone(images)
@@ -117,7 +117,7 @@ def test_models_of_one_size(name: str) -> None:
 
 def test_models_of_one_size_take_another() -> None:
     backbone = create_backbone("cait_xxs24_224", img_size=(64, 96)).eval()
-    assert backbone.fixed == (64, 96)
+    assert backbone.fixed_size == (64, 96)
     assert [m.shape[-2:] for m in backbone(torch.zeros(1, 3, 50, 96))] == [(16, 24), (8, 12), (4, 6), (2, 3)]
     segmenter = create_segmenter("semantic_fpn", backbone, 3, width=8, neck_width=8).eval()
     assert segmenter(torch.zeros(1, 3, 50, 90)).shape == (1, 3, 50, 90)
@@ -149,12 +149,12 @@ def test_level_norms_normalise() -> None:
 
 
 def test_taps() -> None:
-    assert taps(12) == (3, 5, 7, 11)
-    assert taps(24) == (7, 11, 15, 23)
-    assert taps(4) == (0, 1, 2, 3)
-    assert taps(5) == (0, 1, 2, 4)
+    assert select_blocks(12) == (3, 5, 7, 11)
+    assert select_blocks(24) == (7, 11, 15, 23)
+    assert select_blocks(4) == (0, 1, 2, 3)
+    assert select_blocks(5) == (0, 1, 2, 4)
     with pytest.raises(ValueError, match="at least 4 blocks, got 3"):
-        taps(3)
+        select_blocks(3)
 
 
 def test_vit_pyramid_by_hand() -> None:
@@ -236,7 +236,7 @@ def test_arguments_reach_the_model() -> None:
     assert create_backbone(backbone) is backbone
     swin = timm.create_model("swin_tiny_patch4_window7_224", in_chans=4, strict_img_size=False, always_partition=True)
     finished = create_backbone(swin)
-    assert finished.fixed is None
+    assert finished.fixed_size is None
     assert finished(torch.zeros(1, 4, 64, 32))[3].shape == (1, 768, 2, 1)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.models.test_atmnet import TINY
 from tokamix import load_checkpoint
 from tokamix.dense import Segmenter, create_backbone, create_segmenter, upernet
-from tokamix.dense.segmenter import ConvNorm, segmentation_loss
+from tokamix.dense.segmenter import ConvNormAct, segmentation_loss
 from tokamix.dense.semantic_fpn import SemanticFPNHead
 from tokamix.dense.upernet import PyramidPooling, UperHead
 from tokamix.models.atmnet import ATMNet
@@ -41,7 +41,7 @@ def up(x: Tensor, size: tuple[int, ...]) -> Tensor:
     return F.interpolate(x, size=tuple(size), mode="bilinear", align_corners=False)
 
 
-def conv_norm_relu(block: ConvNorm, x: Tensor) -> Tensor:
+def conv_norm_relu(block: ConvNormAct, x: Tensor) -> Tensor:
     """By the definition: convolution, (x - mean) / sqrt(var + eps) * weight + bias, positive part."""
     conv, norm = block[0], block[1]
     x = F.conv2d(x, conv.weight, padding=conv.weight.shape[-1] // 2)
@@ -82,7 +82,7 @@ def test_semantic_fpn_head_by_hand() -> None:
     """Constant maps and kernels that look at their own pixel: a level of value v gives v, or 0 if it is negative."""
     head = SemanticFPNHead(1, (4, 8), 1, width=1).eval()
     for block in head.levels.modules():
-        if isinstance(block, ConvNorm):
+        if isinstance(block, ConvNormAct):
             block[0].weight.data.zero_()[..., 1, 1] = 2.0
             block[1].running_var.fill_(1 - block[1].eps)
     head.classifier[1].weight.data.fill_(10.0)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.dense.test_necks import TABLE_7, giga
+from tests.dense.test_necks import TABLE_7, gmacs
 from tests.dense.test_sizes_detect import PRINTED, SIZES, macs, millions, on_meta
 from tokamix import count_macs
 from tokamix.dense import FPN, AtmFPN, create_segmenter
@@ -43,23 +43,23 @@ def test_semantic_fpn(name: str) -> None:
     (interpolation, softmax, the attention's products in Swin) and never runs the auxiliary head. So ours is lower, by
     less than 1.1 %.
     """
-    parameters, giga = size("semantic_fpn", name, (512, 512))
+    parameters, gmacs = size("semantic_fpn", name, (512, 512))
     assert parameters == SEMANTIC_FPN[name][0]
-    assert 0.989 < giga / SEMANTIC_FPN[name][1] < 1
+    assert 0.989 < gmacs / SEMANTIC_FPN[name][1] < 1
 
 
 @pytest.mark.parametrize("name", UPERNET)
 def test_upernet(name: str) -> None:
-    parameters, giga = size("upernet", name, (512, 2048))
+    parameters, gmacs = size("upernet", name, (512, 2048))
     assert round(parameters / 1e6, 3) == UPERNET[name][0]
-    assert 0.997 < giga / UPERNET[name][1] < 1
+    assert 0.997 < gmacs / UPERNET[name][1] < 1
 
 
 def test_upernet_of_swin() -> None:
     """A backbone of timm's under the same head: the paper prints 60 M and 945 G."""
-    parameters, giga = size("upernet", "swin_tiny_patch4_window7_224", (512, 2048))
+    parameters, gmacs = size("upernet", "swin_tiny_patch4_window7_224", (512, 2048))
     assert round(parameters / 1e6) == 60
-    assert giga == pytest.approx(945, rel=0.003)
+    assert gmacs == pytest.approx(945, rel=0.003)
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -74,10 +74,10 @@ def test_page_on_segmenters() -> None:
     table = {row[0]: row[1:] for row in rows("Segmenters")}
     assert table.keys() == SEMANTIC_FPN.keys()
     for name, cells in table.items():
-        parameters, giga = size("semantic_fpn", name, (512, 512))
-        assert cells[:4:2] == [f"{parameters / 1e6:.2f}", f"{giga:.1f}"]
-        parameters, giga = size("upernet", name, (512, 2048))
-        assert cells[4::2] == [f"{parameters / 1e6:.2f}", f"{giga:.1f}"]
+        parameters, gmacs = size("semantic_fpn", name, (512, 512))
+        assert cells[:4:2] == [f"{parameters / 1e6:.2f}", f"{gmacs:.1f}"]
+        parameters, gmacs = size("upernet", name, (512, 2048))
+        assert cells[4::2] == [f"{parameters / 1e6:.2f}", f"{gmacs:.1f}"]
 
 
 def test_page_on_detectors() -> None:
@@ -96,14 +96,14 @@ def test_page_on_atm_fpn() -> None:
     labels = ("ResNet-50", "Swin-T", "ATMNet-T", "ATMNet-L")
     for label, (name, (channels, *_)) in zip(labels, TABLE_7.items(), strict=True):
         fpn = macs("mask_rcnn", name)
-        necks = [giga(kind, channels, (800, 1280), outs=5, extra="pool") for kind in (FPN, AtmFPN)]
-        ours = [*(semantic_fpn_giga(name, neck) for neck in ("fpn", "atm_fpn")), fpn, fpn + necks[1] - necks[0]]
+        necks = [gmacs(kind, channels, (800, 1280), num_outs=5, extra_levels="pool") for kind in (FPN, AtmFPN)]
+        ours = [*(semantic_fpn_gmacs(name, neck) for neck in ("fpn", "atm_fpn")), fpn, fpn + necks[1] - necks[0]]
         assert table[label][::2] == [round(total, 1) for total in ours]
         for i, (mine, printed) in enumerate(zip(ours, table[label][1::2], strict=True)):
             assert mine == pytest.approx(printed, rel=0.016) or (label, i) == ("ResNet-50", 1)
 
 
-def semantic_fpn_giga(name: str, neck: str) -> float:
+def semantic_fpn_gmacs(name: str, neck: str) -> float:
     """MMSegmentation's ResNet has a stem of three 3x3 convolutions, MMDetection's one of 7x7."""
     stem = {"stem_type": "deep", "stem_width": 32} if name == "resnet50" else {}
     with torch.device("meta"):

@@ -33,7 +33,7 @@ def detector(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("detector")
     settings = {"iterations": 60, "eval_every": 60, "method": "mask_rcnn", "hflip": 0.0}
     data = tiny_scenes("detect", train=4, val=0, side=64)
-    run("detect", folder, data, **settings, method_kwargs={"width": 32, "regions": 32})
+    run("detect", folder, data, **settings, method_kwargs={"width": 32, "rois_per_image": 32})
     return folder
 
 
