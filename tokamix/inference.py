@@ -337,7 +337,9 @@ def imagenet_classes(count: int) -> list[tuple[str, str]]:
     labels = [info.index_to_label_name(i) for i in range(count)]
     names = [info.label_name_to_description(label) for label in labels]
     occurrences = Counter(names)  # "crane" is a bird and a machine
-    unique = (name if occurrences[name] == 1 else f"{name} ({label})" for name, label in zip(names, labels, strict=True))
+    unique = (
+        name if occurrences[name] == 1 else f"{name} ({label})" for name, label in zip(names, labels, strict=True)
+    )
     return list(zip(labels, unique, strict=True))
 
 

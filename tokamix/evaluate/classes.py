@@ -28,7 +28,10 @@ def match_classes(config: InferenceConfig, classes: Sequence[str], data: str) ->
         if len(names) != len(classes):
             raise ValueError(f"the model has {len(names)} classes, but {data} has {len(classes)}")
         same = names == classes
-        return None, "" if same else "the class names of the model are unknown: its outputs are taken in the data's order"
+        return (
+            None,
+            "" if same else "the class names of the model are unknown: its outputs are taken in the data's order",
+        )
     translation = dict(imagenet_classes(len(names)))  # folders of ImageNet are named by WordNet ids
     if set(classes) <= set(translation) and names == tuple(translation.values()):
         classes = tuple(translation[name] for name in classes)

@@ -110,16 +110,19 @@ def evaluate(
     network = (network if index is None else SelectClasses(network, index)).to(where)
     config = config.replace(class_names=tuple(splits.classes))
     notes = [note] if note else []
-    if precision is None and (precision := read_precision(source)) == "fp16" and where.type == "cpu":
-        precision = "fp32"
+    chosen: str = precision or read_precision(source)
+    if precision is None and chosen == "fp16" and where.type == "cpu":
+        chosen = "fp32"
         notes.append("the run was evaluated in fp16, which needs a GPU: evaluated in fp32")
     parts = {"val": [splits.val], "train": [splits.train], "all": [splits.train, splits.val]}[split]
     rank, world_size = rank_and_world_size()
     loading: dict[str, Any] = {"rank": rank, "world_size": world_size, "device": where, "workers": workers}
     create: Any = create_image_loader if config.task == "classify" else create_annotated_loader
     size = batch_size or (128 if config.task == "classify" else 1)
-    loader = ChainedLoader([create(part, config, batch_size=size, corrupt=corrupt, **loading) for part in parts], where)
-    with autocast(where, precision):
+    loader: Any = ChainedLoader(
+        [create(part, config, batch_size=size, corrupt=corrupt, **loading) for part in parts], where
+    )
+    with autocast(where, chosen):
         if config.task == "classify":
             metrics = measure_accuracy(network, loader)
         elif config.task == "segment":
@@ -133,7 +136,7 @@ def evaluate(
             write_report(report, network, ChainedLoader(loaders, where), config)
     name = type(source).__name__ if isinstance(source, nn.Module) else str(source)
     total = len(splits.train) + len(splits.val)
-    described = (split, splits.name, name, config.task, precision, where.type)
+    described = (split, splits.name, name, config.task, chosen, where.type)
     return EvaluationResult(metrics, num_images, total, *described, notes=tuple(notes))
 
 

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tokamix.dense.sliding_window import predict_classes
 from tokamix.evaluate.batches import group_by_size
 from tokamix.inference import InferenceConfig, evaluation_mode
 from tokamix.predict.predictor import segment_images

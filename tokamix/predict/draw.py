@@ -1,7 +1,7 @@
 """Drawings of predictions: overlays of masks and boxes, class maps, contact sheets.
 
-By hand rather than with torchvision's draw_* functions, which place labels over each other, cannot dim the image under a
-mask, and have neither legends nor sheets.
+By hand rather than with torchvision's draw_* functions, which place labels over each other, do not dim the image under
+masks, and have neither legends nor sheets.
 """
 
 import math
@@ -155,7 +155,9 @@ def place_labels(
     for (left, top, right, bottom), (width, height) in zip(boxes, sizes, strict=True):
         rows = [y for y in (top - height, top, bottom, bottom - height) if 0 <= y <= canvas[1] - height]
         near = [(x, y) for y in rows for x in (left, right - width)]
-        grid = [(x, y) for y in range(0, canvas[1] - height + 1, height) for x in range(0, canvas[0], max(8, width // 4))]
+        grid = [
+            (x, y) for y in range(0, canvas[1] - height + 1, height) for x in range(0, canvas[0], max(8, width // 4))
+        ]
         grid.sort(key=lambda corner: (corner[0] - left) ** 2 + (corner[1] - top) ** 2)
         place = None
         for x, y in (*near, *grid):

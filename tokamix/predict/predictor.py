@@ -17,10 +17,10 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
-from tokamix.data.annotated.transforms import fitted, resize_image
+from tokamix.data.annotated.transforms import eval_transform
 from tokamix.data.decode import DataError, decode, scene_picture, upright
 from tokamix.data.images.transforms import convert_channels, create_eval_transform, resize_and_crop
-from tokamix.dense.sliding_window import classify
+from tokamix.dense.sliding_window import predict_classes
 from tokamix.inference import (
     InferenceConfig,
     autocast,
@@ -52,6 +52,7 @@ class Prediction:
     scores: Tensor | None = None  # (n,) from 0 to 1
     masks: Tensor | None = None  # (n, H, W) bool
     names: tuple[str, ...] = ()  # class names of `labels`
+    areas: tuple[tuple[str, float], ...] = ()  # classes of `segmentation` and their part of the image, largest first
     size: tuple[int, int] = (0, 0)  # (H, W)
     error: str | None = None  # why the image could not be read
 
@@ -59,20 +60,13 @@ class Prediction:
         """Describe the prediction in one line."""
         if self.error is not None:
             return self.error
-        if self.segmentation is not None:
-            return ", ".join(f"{name} {100 * area:.0f} %" for name, area in self.areas()[:5])
+        if self.areas:
+            return ", ".join(f"{name} {100 * area:.0f} %" for name, area in self.areas[:5])
         if self.boxes is None:
             assert self.scores is not None
             return ", ".join(f"{n} {100 * s:.0f} %" for n, s in zip(self.names, self.scores.tolist(), strict=True))
         counts = {name: self.names.count(name) for name in dict.fromkeys(self.names)}
         return ", ".join(f"{n} {name}" for name, n in sorted(counts.items(), key=lambda x: -x[1])) or "nothing"
-
-    def areas(self) -> list[tuple[str, float]]:
-        """Classes of a segmentation with their part of the image, largest first."""
-        assert self.segmentation is not None
-        counts = torch.bincount(self.segmentation.flatten(), minlength=len(self.names))
-        order = counts.argsort(descending=True, stable=True).tolist()
-        return [(self.names[i], float(counts[i]) / self.segmentation.numel()) for i in order if counts[i]]
 
 
 class Predictor:
@@ -131,7 +125,7 @@ class Predictor:
                 batch, size = self.preprocess(image)[None], (image.shape[-2], image.shape[-1])
                 if self.config.task == "segment":
                     class_map = segment_images(self.model, batch, size, self.config)[0].cpu()
-                    yield Prediction(segmentation=class_map, names=self.class_names)
+                    yield Prediction(segmentation=class_map, areas=self._areas(class_map))
                 else:
                     yield self._detections(self.model(batch, sizes=[size])[0])
 
@@ -140,6 +134,11 @@ class Predictor:
         for row_scores, row_labels in zip(scores, labels, strict=True):
             names = tuple(self.class_names[i] for i in row_labels.tolist())
             yield Prediction(labels=row_labels, scores=row_scores, names=names)
+
+    def _areas(self, class_map: Tensor) -> tuple[tuple[str, float], ...]:
+        counts = torch.bincount(class_map.flatten(), minlength=len(self.class_names))
+        order = counts.argsort(descending=True, stable=True).tolist()
+        return tuple((self.class_names[i], float(counts[i]) / class_map.numel()) for i in order if counts[i])
 
     def _detections(self, detections: dict[str, Tensor]) -> Prediction:
         kept = detections["scores"] >= self.config.score_threshold
@@ -150,7 +149,7 @@ class Predictor:
         """Resize and normalise an image (C, H, W) uint8 as in evaluation."""
         config = self.config
         if config.task != "classify":
-            image = resize_image(image, fitted((image.shape[-2], image.shape[-1]), config.scale), config.interpolation)
+            image = eval_transform(image, config)
         elif config.in_chans in (1, 3):
             transform = create_eval_transform(config.image_size, config.crop_pct, config.interpolation)
             image = torch.as_tensor(transform(to_pil_image(convert_channels(image[None], config.in_chans)[0])))
@@ -168,12 +167,10 @@ class Predictor:
 def segment_images(model: Any, images: Tensor, size: tuple[int, int], config: InferenceConfig) -> Tensor:
     """Predict the class maps (B, H, W) of normalised images (B, 3, h, w) at their original size (H, W)."""
     window: Any = {"window": config.window, "stride": config.window_stride}
-    return classify(model, images, size=size, scales=config.test_scales, flip=config.test_flip, **window)
+    return predict_classes(model, images, size=size, scales=config.test_scales, flip=config.test_flip, **window)
 
 
-def draw_prediction(
-    pixels: Tensor, prediction: Prediction, classes: Sequence[str], legend: bool = True
-) -> Image.Image:
+def draw_prediction(pixels: Tensor, prediction: Prediction, classes: Sequence[str], legend: bool = True) -> Image.Image:
     """Draw a prediction over an image (3, H, W) uint8; a classifier's leaves it as it is."""
     if prediction.segmentation is not None:
         return draw_segmentation(pixels, prediction.segmentation, classes, legend)
