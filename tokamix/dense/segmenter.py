@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokamix.dense.backbone import DenseBackbone, DenseModel
-from tokamix.layers import Layers
+from tokamix.layers import FoldableSequential
 from tokamix.tasks import IGNORE_INDEX
 
 AUX_WEIGHT = 0.4  # of the auxiliary loss
 
 
-class ConvNorm(Layers):
+class ConvNorm(FoldableSequential):
     """A convolution, BatchNorm and ReLU.
 
     The papers synchronise the BatchNorm over processes; training does so by converting the model, so that one process
