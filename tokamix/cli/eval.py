@@ -1,8 +1,7 @@
 """`tokamix eval`: the accuracy of a run, a checkpoint or a pretrained model."""
 
 import os
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.table import Table
@@ -30,52 +29,30 @@ def eval_(
     from tokamix.distributed import together
 
     with plain_errors(), together(device) as rank:
-        from tokamix.dense.saved import read_config
         from tokamix.evaluate import evaluate
 
-        if config := read_config(source):
-            for option, given in (("--model", model), ("--image-size", image_size)):
-                if given is not None:
-                    cure = "leave it out" if option == "--model" else "use --set scale=[1333,800]"
-                    raise ValueError(f"{option} is for classifiers, and {source} holds a {config['task']}er; {cure}")
-            dense = _eval_dense(source, data, set_ or (), batch_size or 1, device, workers, corrupt)
-            if rank == 0:
-                console.print(dense)
-            return
-        if set_:
-            raise ValueError(f"--set is for segmenters and detectors, which {source} does not hold")
-        found = evaluate(
+        metrics = evaluate(
             source,
             data,
             model=model,
             image_size=image_size,
-            batch_size=batch_size or 128,
+            overrides=set_ or (),
+            batch_size=batch_size,
             device=device,
             workers=workers,
             corrupt=corrupt,
         )
         if rank == 0:
-            console.print(f"top-1 {found['top1']:.2f} %  top-5 {found['top5']:.2f} %  loss {found['loss']:.4f}")
+            console.print(_table(metrics))
 
 
-def _eval_dense(
-    source: str,
-    data: str,
-    settings: Sequence[str],
-    batch_size: int,
-    device: str | None,
-    workers: int,
-    corrupt: Literal["raise", "skip"],
-) -> Table:
-    """A segmenter's or detector's numbers: one line, then the classes or sizes."""
-    from tokamix.evaluate.dense import evaluate_dense
-
-    reading: dict[str, Any] = {"batch_size": batch_size, "device": device, "workers": workers, "corrupt": corrupt}
-    found = evaluate_dense(source, data, overrides=settings, **reading)
+def _table(metrics: dict[str, float]) -> Table | str:
+    if "top1" in metrics:
+        return f"top-1 {metrics['top1']:.2f} %  top-5 {metrics['top5']:.2f} %  loss {metrics['loss']:.4f}"
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right")
-    for key, value in found.items():
+    for key, value in metrics.items():
         kind, _, name = key.partition("/")
         table.add_row(f"IoU of {name}" if kind == "iou" else METRICS.get(key, key.replace("_", " ")), f"{value:.2f} %")
     return table

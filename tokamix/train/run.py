@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import timm
 import torch
 from torch import nn
 
-from tokamix.dense.saved import load_dense, read_config
+from tokamix.inference import load_model
 from tokamix.recipes import Recipe, load_recipe
 from tokamix.train.loop.engine import Engine, Options
 from tokamix.train.loop.state import read_state
@@ -50,9 +49,7 @@ class RunResult:
 
     def load(self) -> Any:
         """The model with its best weights."""
-        if read_config(self.folder):
-            return load_dense(self.folder)[0]
-        return timm.create_model(f"local-dir:{self.folder}", pretrained=True)
+        return load_model(self.folder)[0]
 
 
 def train(

@@ -173,7 +173,7 @@ def train_detect(scene: AnnotatedImage, recipe: "Recipe", draw: np.random.Genera
     return _distorted(scene, recipe, draw)
 
 
-def shown(scene: AnnotatedImage, recipe: "Recipe") -> AnnotatedImage:
+def shown(scene: AnnotatedImage, recipe: Any) -> AnnotatedImage:
     """A scene as it is evaluated: its image and boxes resized; its masks and classes of pixels as they are."""
     moved = resize(
         replace(scene, masks=None, segmentation=None), fitted(scene.size, recipe.scale), recipe.interpolation

@@ -11,12 +11,11 @@ from torch import nn
 from tokamix.checkpoint import load_checkpoint
 from tokamix.data import DatasetSplits, ImageDataset, create_dataset, create_loader
 from tokamix.data.annotated.loader import create_annotated_loader
-from tokamix.evaluate.accuracy import statistics
 from tokamix.evaluate.detection import check_detection
 from tokamix.recipes import Recipe
 from tokamix.train.loop.epochs import Rounds
 from tokamix.train.output.run_folder import Row
-from tokamix.train.setup.model import build_dense, build_model, data_config, timm_config
+from tokamix.train.setup.model import build_dense, build_model, inference_config, timm_config
 from tokamix.train.setup.parallel import Accelerator
 from tokamix.train.setup.teacher import load_teacher
 from tokamix.train.tasks import Task
@@ -75,16 +74,17 @@ def _classification(
     else:
         network, arguments = build_model(model, recipe, classes, channels, checkpoint, pretrained)
     recipe = _with_crop(recipe, network, opened)
-    config = data_config(network, recipe, channels)
-    described = timm_config(network, arguments, config, opened.classes)
+    config = inference_config(network, recipe, channels, opened.classes)
+    described = timm_config(network, arguments, config)
+    normalisation = {"in_chans": channels, "mean": config.mean, "std": config.std}
 
     def equip(accelerator: Accelerator, reading: Row) -> tuple[Loaders, Task]:
-        common = {**reading, **_place(recipe, accelerator), **statistics(config)}
+        common = {**reading, **_place(recipe, accelerator), **normalisation}
         train_loader = create_loader(opened.train, recipe, train=True, **common)
         loaders = in_rounds(train_loader, recipe), create_loader(opened.val, recipe, train=False, **common)
         if recipe.distillation == "none":
             return loaders, Classify(recipe, classes)
-        student, device = (config["mean"], config["std"]), accelerator.device
+        student, device = (config.mean, config.std), accelerator.device
         teacher = load_teacher(str(recipe.teacher), classes, student, device, accelerator.autocast, recipe.compile)
         return loaders, Distill(recipe, classes, teacher)
 
@@ -103,7 +103,11 @@ def _dense(
         check_detection(opened.val, network.has_masks)
 
     def equip(accelerator: Accelerator, reading: Row) -> tuple[Loaders, Task]:
-        common = {**reading, **_place(recipe, accelerator), "mean": config["mean"], "std": config["std"]}
+        common = {
+            **reading,
+            **_place(recipe, accelerator),
+            **{key: config["inference"][key] for key in ("mean", "std")},
+        }
         train_loader = create_annotated_loader(opened.train, recipe, task_name, train=True, **common)
         val_loader = create_annotated_loader(opened.val, recipe, task_name, train=False, **common)
         make = Segment if recipe.task == "segment" else Detect
