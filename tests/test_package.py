@@ -18,7 +18,7 @@ PACKAGE = Path(tokamix.__file__).parent
 # floors from the ground up; a module may import its own floor and those below it
 FLOORS = [
     *("tasks", "files", "distributed", "compile", "ops", "layers", "mixers", "swap", "cost", "models", "checkpoint"),
-    *("inference", "recipes", "data", "dense", "bench", "evaluate", "predict", "train", "explain", "demo", "cli"),
+    *("dense", "bench", "inference", "recipes", "data", "evaluate", "predict", "train", "explain", "demo", "cli"),
     "__main__",
 ]
 

@@ -220,10 +220,10 @@ def _load_folder(path: Path) -> tuple[Any, InferenceConfig]:
         raise FileNotFoundError(f"{folder} has no model.safetensors; has the run finished its first evaluation?")
     config = InferenceConfig.load(folder)
     if "method" in values:  # a segmenter or detector
-        from tokamix.dense.saved import create_dense, load_weights
+        from tokamix.dense.saved import create_dense_model, load_matching_weights
 
-        network = create_dense(values)
-        if missing := load_weights(network, weights):
+        network = create_dense_model(values)
+        if missing := load_matching_weights(network, weights):
             raise ValueError(f"{weights} has no weights for {len(missing)} parameters, such as {missing[0]}")
     elif path.is_dir():
         network = timm.create_model(f"local-dir:{folder}", pretrained=True)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tokamix.dense.saved import create_dense
+from tokamix.dense.saved import create_dense_model
 from tokamix.recipes import FOLDER, list_recipes, load_recipe, recipe_rows
 
 NAMES = [name for name in list_recipes() if load_recipe(name).task != "classify"]
@@ -110,7 +110,7 @@ def test_models_build(name: str) -> None:
     config = {"task": recipe.task, "method": recipe.method, "neck": recipe.neck, "num_classes": 5}
     config |= {"backbone": recipe.model or "atmnet_xtiny", "method_args": recipe.method_kwargs}
     config["backbone_args"] = recipe.model_kwargs | {"device": "meta"}
-    model = create_dense(config, drop_path=recipe.drop_path)
+    model = create_dense_model(config, drop_path=recipe.drop_path)
     assert model.method == recipe.method
     assert model.num_classes == 5
     deepest = max((m.drop_prob or 0.0 for m in model.modules() if type(m).__name__ == "DropPath"), default=0.0)

@@ -26,9 +26,9 @@ def eval_(
 
     On many GPUs: torchrun --nproc-per-node 8 -m tokamix eval ...
     """
-    from tokamix.distributed import together
+    from tokamix.distributed import process_group
 
-    with plain_errors(), together(device) as rank:
+    with plain_errors(), process_group(device) as rank:
         from tokamix.evaluate import evaluate
 
         metrics = evaluate(

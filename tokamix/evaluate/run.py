@@ -9,7 +9,7 @@ from torch import nn
 
 from tokamix.data import DatasetSplits, create_dataset, create_loader
 from tokamix.data.annotated.loader import create_annotated_loader
-from tokamix.distributed import share
+from tokamix.distributed import rank_and_world_size
 from tokamix.evaluate.accuracy import measure_accuracy
 from tokamix.evaluate.detection import measure_ap
 from tokamix.evaluate.segmentation import measure_miou
@@ -54,7 +54,9 @@ def evaluate(
     config = config.replace(**load_overrides(overrides) | ({} if image_size is None else {"image_size": image_size}))
     _check_classes(config, splits)
     network.to(where)
-    reading: dict[str, Any] = {"device": where, "workers": workers, "corrupt": corrupt, **share()}
+    rank, world_size = rank_and_world_size()
+    reading: dict[str, Any] = {"device": where, "workers": workers, "corrupt": corrupt}
+    reading |= {"rank": rank, "world": world_size}
     if config.task == "classify":
         options: Any = {"interpolation": config.interpolation, "crop_pct": config.crop_pct}
         recipe = Recipe(name="evaluation", image_size=config.image_size, **options)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tokamix.dense.windows import classify
+from tokamix.dense.sliding_window import predict_classes
 from tokamix.evaluate.common import evaluation_mode, group_by_size
 from tokamix.inference import InferenceConfig
 from tokamix.tasks import IGNORE_INDEX
@@ -30,7 +30,7 @@ def measure_miou(model: nn.Module, loader: Any, config: InferenceConfig) -> dict
 def segment_images(model: Any, images: Tensor, size: tuple[int, int], config: InferenceConfig) -> Tensor:
     """Predict the class maps (B, H, W) of normalised images (B, 3, h, w) at their original size (H, W)."""
     window: Any = {"window": config.window, "stride": config.window_stride}
-    return classify(model, images, size=size, scales=config.test_scales, flip=config.test_flip, **window)
+    return predict_classes(model, images, size=size, scales=config.test_scales, flip=config.test_flip, **window)
 
 
 class MeanIoU:

@@ -10,7 +10,7 @@ from torch import nn
 
 from tokamix.checkpoint import load_checkpoint, read_checkpoint, unwrap
 from tokamix.data.annotated.datasets import DatasetSplits
-from tokamix.dense.saved import create_dense, load_weights
+from tokamix.dense.saved import create_dense_model, load_matching_weights
 from tokamix.inference import InferenceConfig, read_config
 from tokamix.models._registry import create_model
 from tokamix.recipes import Recipe
@@ -98,14 +98,14 @@ def build_dense(
         _log.warning("%s says nothing of its method: the backbone alone is taken; give the run's folder", checkpoint)
     start = {"pretrained": pretrained, "checkpoint": body}
     try:
-        network = create_dense(config, drop_path=DropPathSchedule.build_rate(recipe), **start)
+        network = create_dense_model(config, drop_path=DropPathSchedule.build_rate(recipe), **start)
     except TypeError as error:
         raise ValueError(
             f"neither {recipe.method} nor {name} takes an argument {_unknown(error)!r}; change the recipe's"
             " method_kwargs, model_kwargs or drop_path"
         ) from error
     if same and checkpoint is not None:
-        fresh = load_weights(network, checkpoint)
+        fresh = load_matching_weights(network, checkpoint)
         if lost := [parameter for parameter in fresh if parameter.startswith("backbone.")]:
             raise ValueError(f"{checkpoint} does not fit {name}: it has nothing for {len(lost)} weights as {lost[0]}")
         for parameter in fresh:
