@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from tokamix.compile import compile_blocks
 from tokamix.data import ArrayDataset, create_dataset, create_loader, mix
-from tokamix.recipes import Recipe
+from tokamix.recipes import ClassifyRecipe
 
 STRONG = {"augment": "rand-m9-mstd0.5-inc1", "random_erasing": 0.25}
 SMALL = {
@@ -59,7 +59,7 @@ def resident(batch: int = 1024, steps: int = 60) -> None:
         optimizer.zero_grad()
 
     for name, values in SMALL.items():
-        recipe = Recipe(name=name, image_size=32, batch_size=batch, mixup=0.8, cutmix=1.0, **values)
+        recipe = ClassifyRecipe(name=name, image_size=32, batch_size=batch, mixup=0.8, cutmix=1.0, **values)
         loader = create_loader(data, recipe, train=True, batch_size=batch, device="cuda")
         fed = chain.from_iterable(loader.epoch(epoch) for epoch in count())
         mixed = (mix(*pair, recipe, 100, (0, i)) for i, pair in enumerate(fed))
@@ -85,7 +85,7 @@ def folders(workers: int, batch: int = 64, pictures: int = 16_384) -> None:
                 picture.save(folder / f"{i}.jpg", quality=92)
             else:
                 (folder / f"{i}.jpg").hardlink_to(folder / f"{i % 64}.jpg")
-        recipe = Recipe(name="folder", batch_size=batch, **STRONG)
+        recipe = ClassifyRecipe(name="folder", batch_size=batch, **STRONG)
         ours = create_loader(
             create_dataset(root).train, recipe, train=True, batch_size=batch, device="cuda", workers=workers
         )

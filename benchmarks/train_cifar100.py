@@ -9,7 +9,6 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 
@@ -47,7 +46,7 @@ def waits(data: DatasetSplits, recipe) -> Counter:
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(None, data, replace(recipe, epochs=1, warmup_epochs=0, compile=False), tempfile.mkdtemp(), quiet=True)
+        train(None, data, recipe.replace(epochs=1, warmup_epochs=0, compile=False), tempfile.mkdtemp(), quiet=True)
     torch.cuda.set_sync_debug_mode("default")
     return Counter(f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message))
 

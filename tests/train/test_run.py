@@ -3,7 +3,6 @@
 import csv
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -146,8 +145,8 @@ def test_starting_from_weights_is_asked_for(tmp_path: Path) -> None:
 )
 def test_any_model_comes_back(tmp_path: Path, name: str) -> None:
     """Models that are made for one size and models that are not: timm makes them again as they were."""
-    model, arguments = build_model(name, replace(TINY, model_kwargs={}, image_size=64), num_classes=3, channels=1)
-    config = inference_config(model, replace(TINY, image_size=64), 1, ("a", "b", "c"))
+    model, arguments = build_model(name, TINY.replace(model_kwargs={}, image_size=64), num_classes=3, channels=1)
+    config = inference_config(model, TINY.replace(image_size=64), 1, ("a", "b", "c"))
     (tmp_path / "config.json").write_text(json.dumps(timm_config(model, arguments, config)))
     write_tensors(tmp_path / "model.safetensors", whole_weights(model))
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
@@ -218,7 +217,7 @@ def test_what_cannot_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_engine_is_a_plain_loop(tmp_path: Path) -> None:
     """Forward, backward, step: to the bit what ten lines of PyTorch do."""
-    recipe = replace(TINY, schedule="constant", warmup_epochs=0, epochs=2, crop_pct=1.0)
+    recipe = TINY.replace(schedule="constant", warmup_epochs=0, epochs=2, crop_pct=1.0)
     train(None, tiny_data(), recipe, tmp_path / "a", quiet=True, device="cpu")
     torch.manual_seed(recipe.seed)
     model = timm.create_model(recipe.model, num_classes=4, img_size=8, **recipe.model_kwargs)

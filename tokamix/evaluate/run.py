@@ -14,7 +14,7 @@ from tokamix.evaluate.accuracy import measure_accuracy
 from tokamix.evaluate.detection import measure_ap
 from tokamix.evaluate.segmentation import measure_miou
 from tokamix.inference import InferenceConfig, load_model
-from tokamix.recipes import Recipe, load_overrides
+from tokamix.recipes import ClassifyRecipe, load_overrides
 
 
 def evaluate(
@@ -59,7 +59,7 @@ def evaluate(
     reading |= {"rank": rank, "world": world_size}
     if config.task == "classify":
         options: Any = {"interpolation": config.interpolation, "crop_pct": config.crop_pct}
-        recipe = Recipe(name="evaluation", image_size=config.image_size, **options)
+        recipe = ClassifyRecipe(name="evaluation", image_size=config.image_size, **options)
         reading |= {"in_chans": config.in_chans, "mean": config.mean, "std": config.std}
         loader = create_loader(splits.val, recipe, train=False, batch_size=batch_size or 128, **reading)
         return measure_accuracy(network, loader)

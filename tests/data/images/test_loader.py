@@ -62,7 +62,7 @@ def test_resuming_gives_the_rest(dataset: ImageDataset, name: str) -> None:
     random.seed(5), np.random.seed(5), torch.manual_seed(5)  # nothing of this may matter
     assert same(whole[2:], batches(dataset, RECIPES[name], epoch=3, start=2))
     assert not torch.equal(whole[0][0], batches(dataset, RECIPES[name], epoch=4)[0][0])
-    other = Recipe(**{**vars(RECIPES[name]), "seed": 1})
+    other = RECIPES[name].replace(seed=1)
     assert not torch.equal(whole[0][0], batches(dataset, other, epoch=3)[0][0])
 
 

@@ -358,13 +358,13 @@ def rates(recipe, steps: int, updates) -> list[float]:
 
 
 def test_poly_and_step() -> None:
-    poly = replace(SEGMENT, iterations=100, eval_every=50, power=0.9, lr=2.0, warmup_iterations=10, warmup_ratio=0.1)
+    poly = SEGMENT.replace(iterations=100, eval_every=50, power=0.9, lr=2.0, warmup_iterations=10, warmup_ratio=0.1)
     assert rates(poly, 50, [0, 5]) == pytest.approx([0.2, 1.1])
     assert rates(poly, 50, [10, 50, 99]) == pytest.approx([2 * (1 - t / 100) ** 0.9 for t in (10, 50, 99)])
-    step = replace(DETECT, iterations=None, eval_every=None, epochs=12, schedule="step", milestones=(8, 11), lr=1.0)
-    step = replace(step, warmup_iterations=0)
+    step = DETECT.replace(iterations=None, eval_every=None, epochs=12, schedule="step", milestones=(8, 11), lr=1.0)
+    step = step.replace(warmup_iterations=0)
     assert rates(step, 7, [0, 8 * 7 - 1, 8 * 7, 11 * 7 - 1, 11 * 7]) == pytest.approx([1, 1, 0.1, 0.1, 0.01])
-    by_iterations = replace(step, iterations=100, milestones=(60,))
+    by_iterations = step.replace(iterations=100, milestones=(60,))
     assert rates(by_iterations, 7, [59, 60]) == pytest.approx([1, 0.1])
 
 

@@ -134,7 +134,7 @@ class _SceneReader(Reader):
         targets = [self._target(epoch, position, *sample) for epoch, position, sample in samples]
         if not (self.train and self.task == "segment"):
             return _packed(targets)
-        side = self.recipe.crop_size or self.recipe.image_size
+        side = self.recipe.crop_size
         images = torch.zeros(len(targets), 3, side, side, dtype=torch.uint8)
         classes = torch.full((len(targets), side, side), IGNORE_INDEX, dtype=torch.uint8)
         sizes = [tuple(target["image"].shape[-2:]) for target in targets]

@@ -150,7 +150,7 @@ def train_segment(scene: AnnotatedImage, recipe: "Recipe", draw: np.random.Gener
     factor = draw.uniform(*recipe.scale_range) if recipe.scale_range else 1.0
     long, short = recipe.scale or (max(scene.size), min(scene.size))
     scene = resize(scene, fitted(scene.size, (int(long * factor), int(short * factor))), recipe.interpolation)
-    scene = crop_classes(scene, recipe.crop_size or recipe.image_size, recipe.cat_max, draw)
+    scene = crop_classes(scene, recipe.crop_size, recipe.cat_max, draw)
     if draw.random() < recipe.hflip:
         scene = flip(scene)
     return _distorted(scene, recipe, draw)

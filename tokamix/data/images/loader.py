@@ -145,7 +145,7 @@ def shuffled(count: int, recipe: "Recipe", epoch: int) -> Tensor:
     """Which of so many pictures stands at each position of an epoch of training."""
     order = torch.randperm(count, generator=generator(recipe.seed, epoch, "order"))
     # repeated augmentation: copies stand side by side, so that several ranks get one each; an epoch stays as long
-    copies = recipe.repeated_augmentation
+    copies = getattr(recipe, "repeated_augmentation", 1)  # classifiers only
     return order.repeat_interleave(copies)[:count] if copies > 1 else order
 
 
@@ -176,7 +176,7 @@ class Loader(ABC):
         deviation = torch.tensor(setup.std, device=self.device)[:, None, None]
         self.scale = 1 / (255 * deviation)
         self.shift = -torch.tensor(self.mean, device=self.device)[:, None, None] / deviation
-        probability = self.recipe.random_erasing if self.train else 0
+        probability = getattr(self.recipe, "random_erasing", 0) if self.train else 0
         self.erase = Erase(probability, len(self.mean), self.device) if probability else None
 
     def __len__(self) -> int:

@@ -1,7 +1,6 @@
 """What is trained on what: the model, the data and the task of a run, which is all that differs from task to task."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,4 +134,4 @@ def _with_crop(recipe: Recipe, model: nn.Module, opened: DatasetSplits) -> Recip
     if recipe.crop_pct is not None:
         return recipe
     small = isinstance(opened.val, ImageDataset) and opened.val.arrays() is not None
-    return replace(recipe, crop_pct=1.0 if small else resolve_model_data_config(model)["crop_pct"])
+    return recipe.replace(crop_pct=1.0 if small else resolve_model_data_config(model)["crop_pct"])
