@@ -47,7 +47,7 @@ def blocks(page: str, language: str) -> list[Block]:
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the pages assume: photos/, portrait.jpg, and the runs photos (classifier) and objects (detector)."""
+    """What the pages assume: photos/, portrait.jpg, the classifier runs/photos, the detector runs/objects."""
     folder = tmp_path_factory.mktemp("workspace")
     for i, (part, name) in enumerate((p, n) for p in ("train", "val") for n in ("cat", "dog")):
         (folder / "photos" / part / name).mkdir(parents=True)
@@ -64,7 +64,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python") and "add-a-mixer" not in p and "own-" not in p])
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if blocks(p, "python") and "add-a-mixer" not in p and "own-" not in p]
+)
 def test_python_blocks_run(page: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page run one after the other in one namespace, in a folder with data and runs."""
     monkeypatch.chdir(workspace)
@@ -191,7 +193,7 @@ def test_links_of_files_outside_the_site() -> None:
 
 
 def test_versions_and_names_agree() -> None:
-    """CITATION.cff, pyproject.toml and the pre-commit hooks state the same versions; every environment variable is listed."""
+    """CITATION.cff, pyproject.toml and pre-commit state the same versions; all environment variables are listed."""
     import tokamix
 
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
@@ -219,5 +221,7 @@ def test_site_builds_strictly(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "site/index.html").is_file()
-    external = re.findall(r"<(?:script|link)[^>]+(?:src|href)=\"(https?://[^\"]+)", (tmp_path / "site/index.html").read_text())
+    external = re.findall(
+        r"<(?:script|link)[^>]+(?:src|href)=\"(https?://[^\"]+)", (tmp_path / "site/index.html").read_text()
+    )
     assert not external  # nothing is fetched from elsewhere

@@ -23,7 +23,13 @@ ENVIRONMENT = {
 
 def run(*command: str, folder: Path, **environment: str) -> str:
     result = subprocess.run(
-        command, cwd=folder, env={**ENVIRONMENT, **environment}, capture_output=True, text=True, timeout=300, check=False
+        command,
+        cwd=folder,
+        env={**ENVIRONMENT, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

@@ -20,12 +20,13 @@ def commands() -> str:
     group: Any = typer.main.get_command(app)
     parts = []
     for name, command in group.commands.items():
-        lines = [f"## tokamix {name}", command.help or "", "| argument or option | meaning | default |", "|---|---|---|"]
-        for parameter in command.params:
-            if parameter.name == "help":
-                continue
-            lines.append(f"| {shown(parameter)} | {escape(parameter.help or '')} | {default(parameter)} |")
-        parts.append("\n".join([*lines[:1], "", lines[1], "", *lines[2:]]))
+        rows = [
+            f"| {shown(parameter)} | {escape(parameter.help or '')} | {default(parameter)} |"
+            for parameter in command.params
+            if parameter.name != "help"
+        ]
+        table = ["", "| argument or option | meaning | default |", "|---|---|---|", *rows] if rows else []
+        parts.append("\n".join([f"## tokamix {name}", "", command.help or "", *table]))
     return "\n\n".join(parts)
 
 
