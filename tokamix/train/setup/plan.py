@@ -8,9 +8,11 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 from tokamix.checkpoint import load_checkpoint
-from tokamix.data import DatasetSplits, ImageDataset, create_dataset, create_loader
-from tokamix.data.annotated.loader import create_annotated_loader
+from tokamix.data import DatasetSplits, ImageDataset, create_dataset
+from tokamix.data.annotated import loader as annotated
+from tokamix.data.images import loader as images
 from tokamix.evaluate.detection import check_detection
+from tokamix.inference import InferenceConfig
 from tokamix.recipes import Recipe
 from tokamix.train.loop.epochs import Rounds
 from tokamix.train.output.run_folder import Row
@@ -78,9 +80,9 @@ def _classification(
     normalisation = {"in_chans": channels, "mean": config.mean, "std": config.std}
 
     def equip(accelerator: Accelerator, reading: Row) -> tuple[Loaders, Task]:
-        common = {**reading, **_place(recipe, accelerator), **normalisation}
-        train_loader = create_loader(opened.train, recipe, train=True, **common)
-        loaders = in_rounds(train_loader, recipe), create_loader(opened.val, recipe, train=False, **common)
+        common = {**reading, **_place(recipe, accelerator)}
+        train_loader = images.create_train_loader(opened.train, recipe, **common, **normalisation)
+        loaders = in_rounds(train_loader, recipe), images.create_eval_loader(opened.val, config, **common)
         if recipe.distillation == "none":
             return loaders, Classify(recipe, classes)
         student, device = (config.mean, config.std), accelerator.device
@@ -102,13 +104,11 @@ def _dense(
         check_detection(opened.val, network.has_masks)
 
     def equip(accelerator: Accelerator, reading: Row) -> tuple[Loaders, Task]:
-        common = {
-            **reading,
-            **_place(recipe, accelerator),
-            **{key: config["inference"][key] for key in ("mean", "std")},
-        }
-        train_loader = create_annotated_loader(opened.train, recipe, task_name, train=True, **common)
-        val_loader = create_annotated_loader(opened.val, recipe, task_name, train=False, **common)
+        common = {**reading, **_place(recipe, accelerator)}
+        inference = InferenceConfig.from_dict(config["inference"])
+        normalisation: Row = {"mean": inference.mean, "std": inference.std}
+        train_loader = annotated.create_train_loader(opened.train, recipe, **common, **normalisation)
+        val_loader = annotated.create_eval_loader(opened.val, inference, **common)
         make = Segment if recipe.task == "segment" else Detect
         return (in_rounds(train_loader, recipe), val_loader), make(recipe, opened, config)
 
@@ -125,7 +125,7 @@ def in_rounds(loader: Any, recipe: Recipe) -> Rounds:
 
 def _place(recipe: Recipe, accelerator: Accelerator) -> Row:
     world = accelerator.num_processes
-    place = {"rank": accelerator.process_index, "world": world, "device": accelerator.device}
+    place = {"rank": accelerator.process_index, "world_size": world, "device": accelerator.device}
     return {"batch_size": recipe.micro_batch(world), **place}
 
 
