@@ -128,7 +128,18 @@ def test_import_after_timm_is_cheap_and_silent() -> None:
     assert out == "[]"
 
 
-@pytest.mark.parametrize("order", ["timm, tokamix", "tokamix, timm", "tokamix.models, timm", "tokamix, timm.data"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        *("timm, tokamix", "tokamix, timm", "tokamix.models, timm", "tokamix, timm.data"),
+        *(
+            "tokamix.layers",
+            "tokamix.mixers",
+            "tokamix.swap",
+            "tokamix.cost",
+        ),  # the models import these, these import timm
+    ],
+)
 def test_models_are_registered_in_either_import_order(order: str) -> None:
     """Each name once (timm warns when one is replaced), and the import hook is gone."""
     out = python(
