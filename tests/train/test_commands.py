@@ -1,5 +1,6 @@
 """`tokamix train`, `eval` and `recipes`, as a user calls them."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_errors_are_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def fail(*args, **kwargs):
         raise NotFiniteError("the loss is not finite at step 3")
 
-    monkeypatch.setattr("tokamix.train.train", fail)
+    monkeypatch.setattr(sys.modules["tokamix.train"], "train", fail)
     assert call("train", "--data", "digits", *here, code=1) == "error: the loss is not finite at step 3"
 
 

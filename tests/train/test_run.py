@@ -3,7 +3,6 @@
 import csv
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,8 +17,7 @@ from timm.layers import DropPath
 import tokamix
 from tests.train.tiny import TINY, run, tiny_data
 from tokamix.compile import compile_blocks
-from tokamix.data import create_loader
-from tokamix.evaluate import evaluate
+from tokamix.data.images.loader import create_train_loader
 from tokamix.files import write_tensors
 from tokamix.train import train
 from tokamix.train.loop.engine import Engine
@@ -79,31 +77,6 @@ def test_timm_loads_it(finished: Path) -> None:
     assert features(torch.zeros(1, 3, 8, 8)).shape == (1, 16)
 
 
-def test_evaluate_agrees(finished: Path) -> None:
-    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    best = max(max(row["top1"], row["ema_top1"]) for row in rows if row["event"] == "epoch")
-    found = evaluate(finished, tiny_data(), device="cpu")
-    assert found["top1"] == pytest.approx(best)
-    model = timm.create_model(f"local-dir:{finished}", pretrained=True)
-    assert evaluate(model, tiny_data(), device="cpu", batch_size=10) == pytest.approx(found)
-    last = evaluate(finished / "last.safetensors", tiny_data(), device="cpu")
-    assert last["top1"] == pytest.approx(rows[-1]["top1"])
-    with pytest.raises(ValueError, match="the model has 4 classes, but tiny has 3"):
-        evaluate(finished, tiny_data(classes=3), device="cpu")
-    with pytest.raises(FileNotFoundError, match=r"it has no config\.json"):
-        evaluate(finished / "state", tiny_data(), device="cpu")
-
-
-def test_evaluate_a_checkpoint_by_name(tmp_path: Path) -> None:
-    model = timm.create_model("test_resnet", num_classes=4)
-    torch.save(model.state_dict(), tmp_path / "w.pth")
-    found = evaluate(tmp_path / "w.pth", tiny_data(), model="test_resnet", image_size=32, device="cpu")
-    assert 0 <= found["top1"] <= 100
-    assert found["top5"] == 100.0
-    with pytest.raises(ValueError, match="was not trained for 3 classes"):
-        evaluate(tmp_path / "w.pth", tiny_data(classes=3), model="test_resnet", image_size=32, device="cpu")
-
-
 @pytest.mark.parametrize("finetune", [{"classes": 3}, {"channels": 1}, {"image_size": 16}])
 def test_fine_tuning(finished: Path, tmp_path: Path, finetune: dict) -> None:
     """From a run to other classes, channels or sizes, in one flag: the body comes along."""
@@ -146,8 +119,8 @@ def test_starting_from_weights_is_asked_for(tmp_path: Path) -> None:
 )
 def test_any_model_comes_back(tmp_path: Path, name: str) -> None:
     """Models that are made for one size and models that are not: timm makes them again as they were."""
-    model, arguments = build_model(name, replace(TINY, model_kwargs={}, image_size=64), num_classes=3, channels=1)
-    config = inference_config(model, replace(TINY, image_size=64), 1, ("a", "b", "c"))
+    model, arguments = build_model(name, TINY.replace(model_kwargs={}, image_size=64), num_classes=3, channels=1)
+    config = inference_config(model, TINY.replace(image_size=64), 1, ("a", "b", "c"))
     (tmp_path / "config.json").write_text(json.dumps(timm_config(model, arguments, config)))
     write_tensors(tmp_path / "model.safetensors", whole_weights(model))
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
@@ -218,12 +191,12 @@ def test_what_cannot_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_engine_is_a_plain_loop(tmp_path: Path) -> None:
     """Forward, backward, step: to the bit what ten lines of PyTorch do."""
-    recipe = replace(TINY, schedule="constant", warmup_epochs=0, epochs=2, crop_pct=1.0)
+    recipe = TINY.replace(schedule="constant", warmup_epochs=0, epochs=2, crop_pct=1.0)
     train(None, tiny_data(), recipe, tmp_path / "a", quiet=True, device="cpu")
     torch.manual_seed(recipe.seed)
     model = timm.create_model(recipe.model, num_classes=4, img_size=8, **recipe.model_kwargs)
     optimizer = create_optimizer(model, recipe, torch.device("cpu"))
-    loader = create_loader(tiny_data().train, recipe, train=True, batch_size=16)
+    loader = create_train_loader(tiny_data().train, recipe, batch_size=16)
     for epoch in range(2):
         for images, labels in loader.epoch(epoch):
             loss = F.cross_entropy(model(images), labels, label_smoothing=0.1)

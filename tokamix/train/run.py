@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,7 +105,7 @@ def train(
         chosen = recipe or ("small" if task in (None, "classify") else f"small_{task}")
         recipe = load_recipe(chosen, overrides, model=model if isinstance(model, str) else None)
     elif overrides:
-        raise ValueError("overrides go with the name of a recipe; for a recipe itself use dataclasses.replace")
+        raise ValueError("overrides go with the name of a recipe; for a recipe itself use recipe.replace")
     if task is not None and task != recipe.task:
         raise ValueError(f"the recipe {recipe.name} is for the task {recipe.task}, not {task}; name another recipe")
     if fsdp and recipe.task != "classify":
@@ -122,7 +122,7 @@ def train(
         loaders, learned = plan.equip(accelerator, {"workers": workers, "corrupt": corrupt})
         learned.prepare(plan.network)
         whole = recipe.compile and recipe.task == "classify"  # of other models, the task compiles what it can
-        wrapped, core, optimizer = distribute(accelerator, plan.network, replace(recipe, compile=whole), fsdp)
+        wrapped, core, optimizer = distribute(accelerator, plan.network, recipe.replace(compile=whole), fsdp)
         options = Options(save_every, log_every, skip_nan)
         engine = Engine(learned, wrapped, core, optimizer, loaders, recipe, folder, accelerator, options, settings)
         if state is not None:
@@ -131,7 +131,8 @@ def train(
             if state is None:
                 folder.forget()
             if not engine.finished:
-                folder.begin(recipe.to_yaml(), plan.config, accelerator.num_processes, accelerator.device)
+                config = plan.config | {"precision": accelerator.mixed_precision.replace("no", "fp32")}
+                folder.begin(recipe.to_yaml(), config, accelerator.num_processes, accelerator.device)
             folder.rewind(engine.epoch, engine.update)
         title = f"{plan.name} on {plan.data}"
         silent = quiet or not main
@@ -141,7 +142,7 @@ def train(
             if main and not engine.finished:
                 trackers = stack.enter_context(closing(Trackers(folder.path, engine.update, settings, wandb)))
             engine.fit(
-                Display(title, recipe.rounds, engine.steps, engine.update, learned.shown, silent),
+                Display(title, recipe.evaluations, engine.steps, engine.update, learned.shown, silent),
                 trackers,
                 lambda best: folder.present(plan.config, recipe.to_dict(), plan.data, best, learned.shown),
             )
