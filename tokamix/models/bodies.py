@@ -56,8 +56,8 @@ class Block(nn.Module):
         act_layer: the MLP's activation, a name or class.
         context_broadcast: kind of context broadcasting at the end of the MLP, "cb" or "cbs"; None for none.
         mixer_kwargs: options of the mixer.
-        device: where the parameters live.
-        dtype: the parameters' dtype.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -131,8 +131,8 @@ class ColumnarBody(Body, Column):
             "fan_in", 1 / sqrt(inputs) and 1, with which narrow ones learn in far fewer steps.
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth of the last block, rising linearly from 0.
-        device: where the parameters live.
-        dtype: the parameters' dtype.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -210,8 +210,8 @@ class PyramidBody(Body, Pyramid):
             "fan_in", 1 / sqrt(inputs) and 1, with which narrow ones learn in far fewer steps.
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth of the last block, rising linearly from 0.
-        device: where the parameters live.
-        dtype: the parameters' dtype.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(

@@ -123,8 +123,8 @@ class CvT(ClassTokenPyramid):
         act_layer: the MLPs' activation, by name or class.
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth of the last block, rising linearly from 0 inside the last stage.
-        device: where the parameters live.
-        dtype: their type.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     min_side = 3  # what the 7x7 convolution needs beside its padding

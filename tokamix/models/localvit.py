@@ -131,8 +131,8 @@ class LocalViT(Column):
         se_reduction: what squeeze and excitation divides the hidden channels by.
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth of the last block's attention, rising linearly from 0.
-        device: where the parameters live.
-        dtype: their type.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     num_prefix_tokens = 1

@@ -102,8 +102,8 @@ class PVT(ClassTokenPyramid):
         embed_eps: epsilon of the norms after embeddings and reductions.
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth of the last block, rising linearly from 0.
-        device: where the parameters live.
-        dtype: their type.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     min_side = 32

@@ -224,8 +224,8 @@ class XCiTSimA(Column):
         class_depth: class-attention blocks.
         drop_rate: dropout before the classifier.
         drop_path_rate: the same in every block; class blocks have none.
-        device: where the parameters live.
-        dtype: their type.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     num_prefix_tokens = 1

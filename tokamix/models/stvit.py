@@ -148,8 +148,8 @@ class STViT(Pyramid):
         refine: what works on super tokens; see `SuperTokenAttention`.
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth of the last block, rising linearly from 0.
-        device: where the parameters live.
-        dtype: the parameters' dtype.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
