@@ -62,7 +62,7 @@ def test_unknown_names() -> None:
         create_body("x", "sima")
     with pytest.raises(ValueError, match="there is no mixer 'simma'; did you mean sima"):
         create_body("columnar_tiny", "simma")
-    with pytest.raises(ValueError, match="must have a value for each stage"):
+    with pytest.raises(ValueError, match="must have one value per stage"):
         create_body("pyramid_tiny", "sima", depths=(1, 1))
 
 
