@@ -110,7 +110,9 @@ def read_checkpoint(path: str | Path) -> Mapping[str, Any]:
                 f"{path} contains {found[1]} besides weights and was not loaded, because it could run code; ask its"
                 " author for the state dict as .safetensors"
             ) from None
-        raise ValueError(f"{path} is truncated or not a checkpoint; download it again") from None
+        raise ValueError(
+            f"{path} is truncated or not a checkpoint, or has more than weights; it was not loaded"
+        ) from None
     if not isinstance(loaded, Mapping):
         raise ValueError(
             f"{path} contains a {type(loaded).__name__}, not a state dict; save model.state_dict() instead"
