@@ -273,7 +273,7 @@ def test_learns_two_scenes_by_heart(method: str) -> None:
     """The loss falls several-fold, the large things are found where they are, and as what they are."""
     torch.manual_seed(0)
     shapes = Shapes(8, side=96)
-    scenes = [shapes.scene(i) for i in (0, 1)]
+    scenes = [shapes.sample(i) for i in (0, 1)]
     images = torch.stack([scene.image for scene in scenes]).float() / 127.5 - 1
     targets = [{"boxes": s.boxes, "labels": s.labels, "masks": s.masks} for s in scenes]
     detector = fewer(create_detector(method, "test_convnext", 8, width=32)).train()

@@ -60,8 +60,8 @@ def test_two_processes_are_like_one(folder: Path) -> None:
     dataset = create_dataset(str(folder), "detect").val
     alone, lonely = CocoAP(dataset, masks=True), CocoAP(dataset)
     for i in range(len(dataset)):
-        alone.update(i, detections(dataset.scene(i), i))
-    lonely.update(0, detections(dataset.scene(0), 0))
+        alone.update(i, detections(dataset.sample(i), i))
+    lonely.update(0, detections(dataset.sample(0), 0))
     assert first["things"] == alone.compute()
     assert first["things of one"] == lonely.compute()
     assert "but one of its masks" in first["error"]

@@ -11,7 +11,7 @@ from tests.evaluate.test_detection import detections, real_like
 from tests.evaluate.test_segmentation import CLASSES, made_up
 from tests.train.tiny import TINY, tiny_data
 from tokamix.data import AnnotatedImage, DatasetSplits, create_dataset
-from tokamix.data.shapes import Shapes, ShapeScenes
+from tokamix.data.shapes import AnnotatedShapes, Shapes
 from tokamix.evaluate import CocoAP, MeanIoU, evaluate
 from tokamix.models._registry import create_model
 
@@ -32,12 +32,12 @@ def detection(rank: int, world: int, folder: Path) -> dict:
     dataset = create_dataset(str(folder), "detect").val
     shared, lonely = CocoAP(dataset, masks=True), CocoAP(dataset)
     for i in range(rank, len(dataset), world):
-        shared.update(i, detections(dataset.scene(i), i))
+        shared.update(i, detections(dataset.sample(i), i))
     if rank == 1:
-        lonely.update(0, detections(dataset.scene(0), 0))
+        lonely.update(0, detections(dataset.sample(0), 0))
     answers = {"things": shared.compute(), "things of one": lonely.compute()}
     if rank == 1:
-        found = detections(dataset.scene(1), 1)
+        found = detections(dataset.sample(1), 1)
         shared.update(1, {**found, "masks": found["masks"][:, 1:]})
     try:
         shared.compute()
@@ -46,14 +46,14 @@ def detection(rank: int, world: int, folder: Path) -> dict:
     return answers
 
 
-class Counted(ShapeScenes):
+class Counted(AnnotatedShapes):
     """Scenes that count how often they are asked for to be looked at, which needs no masks."""
 
     asked = 0
 
-    def scene(self, i: int, masks: bool = True) -> AnnotatedImage:
+    def sample(self, i: int, masks: bool = True) -> AnnotatedImage:
         self.asked += not masks
-        return super().scene(i, masks)
+        return super().sample(i, masks)
 
 
 def whole(folder: Path) -> dict:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tests.train.tiny_dense import run, tiny_scenes
 from tokamix.cli import app
-from tokamix.data.annotated.transforms import transform_for_eval
+from tokamix.data.annotated.transforms import resize_for_eval
 from tokamix.predict import Prediction, Predictor, class_map, find_pictures, load_predictor, predict, read_picture
 from tokamix.predict.draw import Things, class_colours, class_picture, colour, draw_segmentation, draw_things
 
@@ -44,7 +44,7 @@ def pictures(tmp_path: Path) -> Path:
     folder.mkdir()
     scenes = tiny_scenes("detect", train=4, val=0, side=64)
     for i, name in enumerate(("a.png", "b.jpg", "c.webp", "d.png")):
-        Image.fromarray(scenes.train.scene(i).image.permute(1, 2, 0).numpy()).save(folder / name)
+        Image.fromarray(scenes.train.sample(i).image.permute(1, 2, 0).numpy()).save(folder / name)
     Image.new("RGB", (400, 1), (90, 120, 200)).save(folder / "line.png")
     return folder
 
@@ -105,7 +105,7 @@ def test_pictures_that_cannot_be_read(segmenter: Path, pictures: Path, tmp_path:
     (pictures / "cut.png").write_bytes((pictures / "a.png").read_bytes()[:-400])
     arguments = ["predict", str(pictures), str(tmp_path / "gone.png"), "--run", str(segmenter), "--device", "cpu"]
     out = call(*arguments, "--output", str(tmp_path / "out"), code=1)
-    for words in ("bad.png is not a picture, or corrupt", "cut.png is corrupt or truncated", "gone.png does not exist"):
+    for words in ("bad.png is not an image, or corrupt", "cut.png is corrupt or truncated", "gone.png does not exist"):
         assert words in out
     assert "Traceback" not in out
     assert (tmp_path / "out" / "d_overlay.png").is_file()
@@ -195,8 +195,8 @@ def test_pictures_are_seen_as_in_evaluation(segmenter: Path) -> None:
     mean, std = (torch.tensor(getattr(predictor.config, key))[:, None, None] for key in ("mean", "std"))
     for size in ((800, 1), (50, 70), (7, 90)):
         image = torch.randint(256, (3, *size), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-        scene = replace(tiny_scenes("detect").train.scene(0), image=image, masks=None)
-        expected = (transform_for_eval(scene, predictor.config).image.float() / 255 - mean) / std
+        scene = replace(tiny_scenes("detect").train.sample(0), image=image, masks=None)
+        expected = (resize_for_eval(scene, predictor.config).image.float() / 255 - mean) / std
         seen = predictor._seen(image)
         assert seen.shape == expected.shape
         assert (seen - expected).abs().max() < 1e-6

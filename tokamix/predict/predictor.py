@@ -17,9 +17,9 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from tokamix.data.annotated.datasets import rle
+from tokamix.data.annotated.rle import encode_rle
 from tokamix.data.annotated.transforms import eval_transform
-from tokamix.data.decode import EXTENSIONS, DataError, scene_picture, upright
+from tokamix.data.decode import EXTENSIONS, DataError, apply_exif_orientation, read_image
 from tokamix.evaluate.segmentation import segment_images
 from tokamix.inference import InferenceConfig, load_model
 from tokamix.predict.draw import Things, class_picture, draw_segmentation, draw_things
@@ -105,11 +105,11 @@ def read_picture(picture: Picture) -> Tensor:
             raise ValueError(f"a picture is (3, H, W) of bytes, not {tuple(picture.shape)} of {picture.dtype}")
         return picture
     if isinstance(picture, Image.Image):
-        return pil_to_tensor(upright(picture).convert("RGB"))
+        return pil_to_tensor(apply_exif_orientation(picture).convert("RGB"))
     path = Path(picture)
     if not path.is_file():
         raise DataError(f"{path} does not exist")
-    return scene_picture(path)
+    return read_image(path)
 
 
 def find_pictures(paths: Iterable[str | Path]) -> list[Path]:
@@ -239,7 +239,7 @@ def _things(prediction: Prediction) -> Iterator[dict[str, Any]]:
         box = [round(value, 2) for value in (left, top, right - left, bottom - top)]
         thing: dict[str, Any] = {"category_id": int(prediction.labels[n]), "bbox": box, "area": box[2] * box[3]}
         if prediction.masks is not None:
-            thing |= {"segmentation": rle(prediction.masks[n]), "area": int(prediction.masks[n].sum())}
+            thing |= {"segmentation": encode_rle(prediction.masks[n]), "area": int(prediction.masks[n].sum())}
         yield thing | {"iscrowd": 0, "score": round(float(prediction.scores[n]), 4)}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tokamix.checkpoint import load_checkpoint, read_checkpoint, unwrap
-from tokamix.data.annotated.datasets import DatasetSplits
+from tokamix.data.splits import DatasetSplits
 from tokamix.dense.saved import create_dense_model, load_matching_weights
 from tokamix.inference import InferenceConfig, read_config
 from tokamix.models._registry import create_model

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torchvision.transforms.functional import to_pil_image
 
 from tokamix.compile import compile_blocks
-from tokamix.data.annotated.datasets import AnnotatedImage, DatasetSplits
+from tokamix.data.annotated.datasets import AnnotatedImage
 from tokamix.data.decode import DataError
+from tokamix.data.splits import DatasetSplits
 from tokamix.inference import InferenceConfig
 from tokamix.layers import BatchNorm
 from tokamix.predict import Prediction, Predictor, draw
@@ -90,7 +91,7 @@ class Dense:
         """The validation scenes that can be read; who reads them all has said which cannot."""
         for i in range(len(self.opened.val)):
             with suppress(DataError):
-                yield self.opened.val.scene(i, masks=self.masks)
+                yield self.opened.val.sample(i, masks=self.masks)
 
     def truth(self, scene: AnnotatedImage) -> Prediction:
         """What a perfect model would answer."""

@@ -4,7 +4,8 @@ from typing import Any
 
 from torch import nn
 
-from tokamix.data.annotated.datasets import AnnotatedImage, DatasetSplits
+from tokamix.data.annotated.datasets import AnnotatedImage
+from tokamix.data.splits import DatasetSplits
 from tokamix.evaluate.detection import measure_ap
 from tokamix.predict import Prediction
 from tokamix.recipes import Recipe
