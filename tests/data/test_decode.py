@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests.data.conftest import encoded, noise
 from tokamix.data import DataError, decode_image
-from tokamix.data.decode import read_image
+from tokamix.data.decode import read_oriented_image
 
 
 def pixel(image: Image.Image) -> tuple[int, ...]:
@@ -129,5 +129,5 @@ def test_a_large_jpeg_is_decoded_small_but_never_too_small() -> None:
 def test_a_broken_tag_spoils_no_picture(tmp_path: Path) -> None:
     """A scene's picture is shown as it is stored where its EXIF cannot be read."""
     noise(0, 5, 4).save(tmp_path / "a.jpg", exif=b"Exif\x00\x00junk")
-    assert read_image(tmp_path / "a.jpg").shape == (3, 4, 5)
+    assert read_oriented_image(tmp_path / "a.jpg").shape == (3, 4, 5)
     assert decode_image(tmp_path / "a.jpg").size == (5, 4)

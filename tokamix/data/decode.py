@@ -71,7 +71,7 @@ def decode_image(
         raise DataError(f"{name} is corrupt or truncated: {first_line(error)}") from None
 
 
-def read_image(path: Path, size: Size | None = None, expected_by: str = "") -> Tensor:
+def read_oriented_image(path: Path, size: Size | None = None, expected_by: str = "") -> Tensor:
     """Read an image with annotations as (3, H, W) uint8, with its EXIF orientation applied.
 
     Args:

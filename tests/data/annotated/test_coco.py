@@ -267,10 +267,10 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"names 3 files; possible are two"):
         create_dataset(f"coco:{path},{path},{path}", "detect")
     (tmp_path / "train/11.png").unlink()
-    with pytest.raises(DataError, match=r"1 of the 2 pictures of .*instances_train\.json are missing: .*train/11\.png"):
+    with pytest.raises(DataError, match=r"1 of the 2 images of .*train\.json are missing, such as .*train/11\.png"):
         create_dataset(f"coco:{tmp_path}/annotations/instances_train.json,{path}", "detect")
     (tmp_path / "train/10.png").unlink()
-    with pytest.raises(DataError, match=r"names the picture 10\.png, but it is not in .*/train, "):
+    with pytest.raises(DataError, match=r"the image 10\.png of .* is not in .*/train, "):
         create_dataset(f"coco:{tmp_path}/annotations/instances_train.json,{path}", "detect")
 
 

@@ -25,7 +25,7 @@ import torch
 from tokamix.data.annotated.datasets import AnnotatedDataset, AnnotatedImage, semantic_mask
 from tokamix.data.annotated.rle import import_mask_tools
 from tokamix.data.annotated.sources import check_options
-from tokamix.data.decode import DataError, read_image
+from tokamix.data.decode import DataError, read_oriented_image
 from tokamix.data.splits import split_indices
 
 _log = logging.getLogger("tokamix")
@@ -283,7 +283,7 @@ class CocoDataset(AnnotatedDataset):
         """Decode sample i."""
         file, number = self.file, self.kept[i]
         height, width = (int(side) for side in file.sizes[number])
-        image = read_image(Path(self.name_of(i)), (height, width), f"{file.path} states")
+        image = read_oriented_image(Path(self.name_of(i)), (height, width), f"{file.path} states")
         objects = range(file.starts[number], file.starts[number + 1])
         sample = AnnotatedImage(
             image=image,

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tokamix.data.annotated.datasets import AnnotatedDataset, AnnotatedImage
 from tokamix.data.annotated.sources import check_options
-from tokamix.data.decode import EXTENSIONS, DataError, first_line, read_image
+from tokamix.data.decode import EXTENSIONS, DataError, first_line, read_oriented_image
 from tokamix.data.splits import split_indices
 from tokamix.tasks import IGNORE_INDEX
 
@@ -169,7 +169,9 @@ class MaskFolder(AnnotatedDataset):
         mask = os.fsdecode(self.masks[i])
         classes = self._read(mask)
         return AnnotatedImage(
-            image=read_image(Path(self.name_of(i)), (classes.shape[0], classes.shape[1]), f"its mask {mask} is"),
+            image=read_oriented_image(
+                Path(self.name_of(i)), (classes.shape[0], classes.shape[1]), f"its mask {mask} is"
+            ),
             boxes=torch.zeros(0, 4),
             labels=torch.zeros(0, dtype=torch.int64),
             masks=None,

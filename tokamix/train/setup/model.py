@@ -115,7 +115,7 @@ def build_dense(
         data.classes,
         task=recipe.task,
         category_ids=tuple(data.train.category_ids),
-        **{key: getattr(recipe, key) for key in INFERENCE},
+        **{key: getattr(recipe, key) for key in INFERENCE if hasattr(recipe, key)},
     )
     return network, config | {"inference": inference.to_dict()}
 
