@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from tokamix.data import ArrayDataset, DatasetSplits, create_dataset, create_loader
+from tokamix.data import ArrayDataset, DatasetSplits, create_dataset
+from tokamix.data.images.loader import create_train_loader
 from tokamix.recipes import load_recipe
 from tokamix.train import train
 
@@ -30,7 +31,7 @@ def random_data() -> DatasetSplits:
 
 def seconds_of_data(data: DatasetSplits, recipe, device: str, batches: int = 50) -> float:
     """Seconds a step would take if it were data alone."""
-    loader = create_loader(data.train, recipe, train=True, batch_size=recipe.batch_size, device=device)
+    loader = create_train_loader(data.train, recipe, batch_size=recipe.batch_size, device=device)
     stream = chain.from_iterable(loader.epoch(number) for number in count())
     for i in range(batches + 5):
         if i == 5:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tokamix.inference import InferenceConfig
 from tokamix.recipes import ClassifyRecipe
 
 
@@ -24,6 +25,10 @@ def encoded(image: Image.Image, form: str = "PNG") -> bytes:
 
 def recipe(**values) -> ClassifyRecipe:
     return ClassifyRecipe(**{"name": "test", "image_size": 16, "batch_size": 8} | values)
+
+
+def eval_config(**values) -> InferenceConfig:
+    return InferenceConfig(**{"task": "classify", "class_names": (), "image_size": 16} | values)
 
 
 @pytest.fixture

@@ -154,7 +154,7 @@ def registered() -> dict[str, tuple]:
     (tokens,), (mixed, policy, bank) = make("super_token"), make("bank_mixing")
     (broadcast, scale), conv = make("broadcast_context"), make("depthwise_conv")
     cell, bank_options = [2, 3], ([2, 3], [2, 3], [0, 0], True, "softmax")
-    sampled, association, weight = torch.ops.tokamix.super_token_sample(tokens.detach(), cell, 1)
+    sampled, association, weight = torch.ops.tokamix.super_token_sample(tokens.detach(), cell, 1, True)
     out, statistics = torch.ops.tokamix.bank_mixing(mixed.detach(), policy.detach(), bank.detach(), *bank_options)
     groups = {"q": (q, k, v), "x": (x, offset), "b": (mixed, policy, bank), "c": conv}
     fixed = {key: [t.detach() for t in group] for key, group in groups.items()}
@@ -165,10 +165,10 @@ def registered() -> dict[str, tuple]:
         "sima_self_attention_backward": (qkv.detach()[:, :, 0], qkv.detach(), "l1", 1e-12),
         "active_gather": (x, offset, [2, 1]),
         "active_gather_backward": ([fixed["x"][0]] * 2, *fixed["x"], [2, 1]),
-        "super_token_sample": (tokens, cell, 1),
-        "super_token_sample_backward": (sampled, association, weight, cell),
-        "super_token_scatter": (sampled.clone().requires_grad_(), association, cell),
-        "super_token_scatter_backward": (tokens.detach(), association, cell),
+        "super_token_sample": (tokens, cell, 1, True),
+        "super_token_sample_backward": (sampled, association, weight, cell, True),
+        "super_token_scatter": (sampled.clone().requires_grad_(), association, cell, True),
+        "super_token_scatter_backward": (tokens.detach(), association, cell, True),
         "bank_mixing": (mixed, policy, bank, *bank_options),
         "bank_mixing_backward": (out, *fixed["b"], out, statistics, *bank_options),
         "broadcast_context": (broadcast, scale),

@@ -41,7 +41,7 @@ def test_against_reference(
     def scattered(tokens: Tensor, backend: str) -> Tensor:
         return super_token_scatter(tokens, exact.to(dtype), cell, backend=backend)
 
-    p, q = -(-h // cell[0]), -(-w // cell[1])
+    p, q = (h + cell[0] - 1) // cell[0], (w + cell[1] - 1) // cell[1]
     assert_kernel_close(scattered, (torch.randn(b, p, q, c),), dtype)
 
 
@@ -73,8 +73,8 @@ def test_extremes(dtype: torch.dtype, value: float, poison_empty: None) -> None:
 def test_opcheck() -> None:
     x = torch.randn(1, 5, 6, 8, device=DEVICE, requires_grad=True)
     tokens, association = (t.detach() for t in super_token_sample(x, (2, 3), backend="triton"))
-    torch.library.opcheck(torch.ops.tokamix.super_token_sample, (x, (2, 3), 1))
-    torch.library.opcheck(torch.ops.tokamix.super_token_scatter, (tokens.requires_grad_(), association, (2, 3)))
+    torch.library.opcheck(torch.ops.tokamix.super_token_sample, (x, (2, 3), 1, True))
+    torch.library.opcheck(torch.ops.tokamix.super_token_scatter, (tokens.requires_grad_(), association, (2, 3), True))
 
 
 def test_compile() -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tests.train.tiny_dense import run, tiny_scenes
 from tokamix.cli import app
-from tokamix.data.annotated.transforms import shown
+from tokamix.data.annotated.transforms import transform_for_eval
 from tokamix.predict import Prediction, Predictor, class_map, find_pictures, load_predictor, predict, read_picture
 from tokamix.predict.draw import Things, class_colours, class_picture, colour, draw_segmentation, draw_things
 
@@ -196,7 +196,7 @@ def test_pictures_are_seen_as_in_evaluation(segmenter: Path) -> None:
     for size in ((800, 1), (50, 70), (7, 90)):
         image = torch.randint(256, (3, *size), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
         scene = replace(tiny_scenes("detect").train.scene(0), image=image, masks=None)
-        expected = (shown(scene, predictor.config).image.float() / 255 - mean) / std
+        expected = (transform_for_eval(scene, predictor.config).image.float() / 255 - mean) / std
         seen = predictor._seen(image)
         assert seen.shape == expected.shape
         assert (seen - expected).abs().max() < 1e-6

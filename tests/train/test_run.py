@@ -17,7 +17,7 @@ from timm.layers import DropPath
 import tokamix
 from tests.train.tiny import TINY, run, tiny_data
 from tokamix.compile import compile_blocks
-from tokamix.data import create_loader
+from tokamix.data.images.loader import create_train_loader
 from tokamix.evaluate import evaluate
 from tokamix.files import write_tensors
 from tokamix.train import train
@@ -222,7 +222,7 @@ def test_the_engine_is_a_plain_loop(tmp_path: Path) -> None:
     torch.manual_seed(recipe.seed)
     model = timm.create_model(recipe.model, num_classes=4, img_size=8, **recipe.model_kwargs)
     optimizer = create_optimizer(model, recipe, torch.device("cpu"))
-    loader = create_loader(tiny_data().train, recipe, train=True, batch_size=16)
+    loader = create_train_loader(tiny_data().train, recipe, batch_size=16)
     for epoch in range(2):
         for images, labels in loader.epoch(epoch):
             loss = F.cross_entropy(model(images), labels, label_smoothing=0.1)

@@ -1,4 +1,4 @@
-"""What several commands share: the console and the form of errors."""
+"""What several commands share: the console, names of metrics, and errors as one sentence."""
 
 import contextlib
 import logging
@@ -15,7 +15,10 @@ METRICS = {"top1": "top-1", "miou": "mIoU", "box_ap": "box AP", "mask_ap": "mask
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """What a user can cure is said in a sentence; what only we can keeps its traceback."""
+    """Print errors that users can fix as one sentence; bugs of ours keep their traceback.
+
+    TOKAMIX_TRACEBACK=1 shows the traceback of every error.
+    """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
         yield

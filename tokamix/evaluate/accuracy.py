@@ -1,6 +1,7 @@
 """Top-1 and top-5 accuracy and cross-entropy of classifiers."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,14 +38,14 @@ def measure_accuracy(model: nn.Module, loader: Loader, batch_size: int | None = 
     return {"top1": 100 * top1 / n, "top5": 100 * top5 / n, "loss": loss_sum / n}
 
 
-def _equal_batches(loader: Loader, sharded: bool) -> Iterator[tuple[Tensor, Tensor]]:
+def _equal_batches(loader: Any, sharded: bool) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the loader's batches; with sharded weights, every process needs the same number: the last may be empty."""
     yield from loader.epoch(0)
     if sharded:
         longest = torch.tensor(len(loader), device=loader.device)
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         if len(loader) < longest:
-            side = loader.recipe.image_size
+            side = loader.image_size
             images = torch.zeros(1, len(loader.mean), side, side, device=loader.device)
             yield images, torch.zeros(0, dtype=torch.int64, device=loader.device)
 

@@ -7,14 +7,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tokamix.data import DatasetSplits, create_dataset, create_loader
-from tokamix.data.annotated.loader import create_annotated_loader
+from tokamix.data import DatasetSplits, create_dataset
+from tokamix.data.annotated import loader as annotated
+from tokamix.data.images import loader as images
 from tokamix.distributed import rank_and_world_size
 from tokamix.evaluate.accuracy import measure_accuracy
 from tokamix.evaluate.detection import measure_ap
 from tokamix.evaluate.segmentation import measure_miou
 from tokamix.inference import InferenceConfig, load_model
-from tokamix.recipes import ClassifyRecipe, load_overrides
+from tokamix.recipes import load_overrides
 
 
 def evaluate(
@@ -56,21 +57,14 @@ def evaluate(
     network.to(where)
     rank, world_size = rank_and_world_size()
     reading: dict[str, Any] = {"device": where, "workers": workers, "corrupt": corrupt}
-    reading |= {"rank": rank, "world": world_size}
+    reading |= {"rank": rank, "world_size": world_size}
     if config.task == "classify":
-        options: Any = {"interpolation": config.interpolation, "crop_pct": config.crop_pct}
-        recipe = ClassifyRecipe(name="evaluation", image_size=config.image_size, **options)
-        reading |= {"in_chans": config.in_chans, "mean": config.mean, "std": config.std}
-        loader = create_loader(splits.val, recipe, train=False, batch_size=batch_size or 128, **reading)
+        loader = images.create_eval_loader(splits.val, config, batch_size=batch_size or 128, **reading)
         return measure_accuracy(network, loader)
-    reading |= {"mean": config.mean, "std": config.std}
-    like_recipe: Any = config  # its scale and interpolation are all that is read in evaluation
-    scenes = create_annotated_loader(
-        splits.val, like_recipe, config.task, train=False, batch_size=batch_size or 1, **reading
-    )
+    samples = annotated.create_eval_loader(splits.val, config, batch_size=batch_size or 1, **reading)
     if config.task == "segment":
-        return measure_miou(network, scenes, config)
-    return measure_ap(network, scenes, splits.val)
+        return measure_miou(network, samples, config)
+    return measure_ap(network, samples, splits.val)
 
 
 def _check_classes(config: InferenceConfig, splits: DatasetSplits) -> None:

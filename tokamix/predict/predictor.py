@@ -17,8 +17,8 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from tokamix.data.annotated.datasets import AnnotatedImage, rle
-from tokamix.data.annotated.transforms import shown
+from tokamix.data.annotated.datasets import rle
+from tokamix.data.annotated.transforms import eval_transform
 from tokamix.data.decode import EXTENSIONS, DataError, scene_picture, upright
 from tokamix.evaluate.segmentation import segment_images
 from tokamix.inference import InferenceConfig, load_model
@@ -69,9 +69,7 @@ class Predictor:
     def _seen(self, pixels: Tensor) -> Tensor:
         """Pixels as the model was trained to see them."""
         device = next(self.model.parameters()).device
-        none = torch.zeros(0, 4)
-        scene = AnnotatedImage(pixels, none, none[:, 0].long(), None, none[:, 0].bool(), None, image_id=0, name="")
-        pixels = shown(scene, self.config).image  # as in evaluation
+        pixels = eval_transform(pixels, self.config)
         mean, std = (torch.tensor(getattr(self.config, key), device=device)[:, None, None] for key in ("mean", "std"))
         return (pixels.to(device).float() / 255 - mean) / std
 

@@ -127,9 +127,7 @@ def train(
     with numerics(accelerator.device, deterministic, fixed_size=recipe.task == "classify"), ExitStack() as stack:
         rank, world_size = accelerator.process_index, accelerator.num_processes
         micro_batch = recipe.micro_batch(world_size)
-        loaders = job.create_loaders(
-            LoaderOptions(micro_batch, rank, world_size, accelerator.device, workers, corrupt)
-        )
+        loaders = job.create_loaders(LoaderOptions(micro_batch, rank, world_size, accelerator.device, workers, corrupt))
         job.prepare(network, accelerator)
         wrapped, core, optimizer = distribute(accelerator, network, recipe, fsdp)
         stack.callback(release, core)

@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image
 
 from tests.data.conftest import noise
+from tokamix.inference import InferenceConfig
 from tokamix.recipes import Recipe, create_recipe
 
 CATEGORIES = [{"id": 3, "name": "cat"}, {"id": 7, "name": "dog"}, {"id": 90, "name": "owl"}]
@@ -18,6 +19,10 @@ def scene_recipe(task: str, **values: Any) -> Recipe:
     plain = {"name": "test", "task": task, "method": METHODS[task], "interpolation": "bilinear", "batch_size": 4}
     plain |= {"crop_size": 32} if task == "segment" else {}
     return create_recipe(plain | values)
+
+
+def scene_config(task: str, **values: Any) -> InferenceConfig:
+    return InferenceConfig(**{"task": task, "class_names": (), "interpolation": "bilinear"} | values)
 
 
 def thing(number: int, image: int, box: list[float], category: int = 3, **more: Any) -> dict[str, Any]:

@@ -127,8 +127,8 @@ def test_unknown_sources() -> None:
         create_dataset("/nowhere/at/all", "detect")
     with pytest.raises(DataError, match="shapes:8 is no size; write shapes:128, with at least 16 px"):
         create_dataset("shapes:8", "detect")
-    with pytest.raises(ValueError, match="no scenes for the task 'classify'; it is segment or detect"):
-        create_dataset("shapes", "classify")
+    with pytest.raises(ValueError, match="the task is 'sort', but must be classify, segment or detect"):
+        create_dataset("shapes", "sort")
 
 
 def test_options(tmp_path: Path) -> None:

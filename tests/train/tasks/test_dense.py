@@ -337,7 +337,7 @@ def test_rounds() -> None:
             self.started.append((number, start))
             yield from ((number, step) for step in range(start, 3))
 
-        onward = Loader.onward
+        endless = Loader.endless
 
     rounds = Rounds(Three(), 5)  # type: ignore[arg-type]
     assert len(rounds) == 5

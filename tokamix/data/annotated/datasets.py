@@ -109,8 +109,6 @@ def open_annotated(source: str, task: Task, seed: int = 0) -> DatasetSplits:
         task: "segment" or "detect"; the things of COCO's files are drawn one over the other to serve the first.
         seed: of what `shapes` shows; what is held out does not depend on it.
     """
-    if task not in ("segment", "detect"):
-        raise ValueError(f"there are no scenes for the task {task!r}; it is segment or detect")
     train, val = _parts(source, task, seed)
     if task == "segment" and len(train.classes) > IGNORE_INDEX:
         raise DataError(f"{source} has {len(train.classes)} classes; a pixel has room for {IGNORE_INDEX}")

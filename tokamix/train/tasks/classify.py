@@ -15,7 +15,6 @@ from tokamix.compile import compile_blocks
 from tokamix.data import DatasetSplits, ImageDataset, Loader, create_dataset, mix
 from tokamix.data.images.loader import create_eval_loader, create_train_loader
 from tokamix.evaluate.accuracy import measure_accuracy
-from tokamix.evaluate.report import write_report
 from tokamix.inference import InferenceConfig, read_config
 from tokamix.models._registry import create_model
 from tokamix.recipes import Recipe
@@ -174,9 +173,3 @@ class Classify:
 
     def write_report(self, folder: Path, model: nn.Module) -> None:
         """Write confusion matrix, accuracy of each class and the worst mistakes; a failure does not end the run."""
-        if (folder / "per_class.csv").exists():
-            return
-        try:
-            write_report(folder, model, self.splits.val, self.inference)
-        except Exception as error:  # metrics and weights matter more than a report
-            _log.warning("the report cannot be written: %s: %s", type(error).__name__, error)
