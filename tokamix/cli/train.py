@@ -22,9 +22,7 @@ def train(
     ] = None,
     recipe: Annotated[
         str | None,
-        typer.Option(
-            help="A name of `tokamix recipes`, or a YAML file. Default: small, small_segment or small_detect."
-        ),
+        typer.Option(help="A name of `tokamix recipes`, or a YAML file. Default: small, by the task."),
     ] = None,
     task: Annotated[
         Literal["classify", "segment", "detect"] | None, typer.Option(help="Default: the recipe's.")

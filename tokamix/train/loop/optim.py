@@ -17,7 +17,7 @@ _log = logging.getLogger("tokamix")
 
 
 def create_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.Optimizer:
-    """Create the optimizer: no weight decay on norms, biases and parameters that the model excludes; layer decay if set."""
+    """Create the optimizer; norms, biases and parameters that the model excludes have no weight decay."""
     kwargs: dict[str, Any] = {}
     if recipe.betas is not None:
         kwargs["betas"] = tuple(recipe.betas)
@@ -72,7 +72,7 @@ class DropPathSchedule:
         top = max((layer.drop_prob for layer in layers), default=0.0)
         if self.rates and not top:
             raise ValueError(
-                f"{type(model).__name__} has no stochastic depth, so drop_path_later {recipe.drop_path_later} has no effect;"
+                f"{type(model).__name__} has no stochastic depth, but drop_path_later is {recipe.drop_path_later};"
                 " leave it out"
             )
         self.rates[0] = top if self.rates.get(0) is None else self.rates[0]

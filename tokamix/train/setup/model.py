@@ -1,9 +1,61 @@
-"""The choice of the model, alike for all tasks."""
+"""Models of a recipe: from scratch, or from weights of different classes, channels or image sizes."""
 
 import re
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from tokamix.checkpoint import load_checkpoint
+from tokamix.inference import read_config
+from tokamix.models._registry import create_model
 from tokamix.recipes import Recipe
+from tokamix.train.loop.optim import DropPathSchedule
+
+
+def create_classifier(
+    name: str | None,
+    recipe: Recipe,
+    num_classes: int,
+    in_chans: int = 3,
+    checkpoint: str | Path | None = None,
+    pretrained: bool = False,
+) -> tuple[Any, dict[str, Any]]:
+    """Create a classifier; returns it and the arguments with which timm creates the same one again.
+
+    Weights are initialised from the recipe's seed. A checkpoint may come from a model with different classes (its head
+    is left out), channels (the first convolution is adapted) and image size (position tables are resized).
+
+    Args:
+        name: of the model; default: the one named in the checkpoint's folder, or the recipe's.
+        recipe: gives image size, drop rates and further arguments.
+        num_classes: of the data.
+        in_chans: channels of the images.
+        checkpoint: a file, a run's folder or `hf-hub:user/name` to start from.
+        pretrained: start from timm's pretrained weights.
+    """
+    config = read_config(checkpoint) if checkpoint is not None else {}
+    if "method" in config:
+        raise ValueError(f"{checkpoint} is not a classifier, but {config['method']} for task {config['task']}")
+    name = choose_model_name(name, config.get("architecture"), recipe, checkpoint, pretrained)
+    arguments = config.get("model_args", {}) if name == config.get("architecture") else {}
+    arguments = {**arguments, "in_chans": in_chans, "img_size": recipe.image_size, **recipe.model_kwargs}
+    rates = {"drop_rate": recipe.drop_rate or None, "drop_path_rate": DropPathSchedule.initial_rate(recipe)}
+    model = None
+    while model is None:
+        torch.manual_seed(recipe.seed)
+        try:
+            model = create_model(name, pretrained=pretrained, num_classes=num_classes, **rates, **arguments)
+        except TypeError as error:
+            unknown = unknown_argument(error)
+            if unknown != "img_size" or "img_size" not in arguments:
+                raise ValueError(
+                    f"{name} has no argument {unknown!r}; change the recipe, for example with --set model_kwargs={{}}"
+                ) from error
+            del arguments["img_size"]  # a model without a fixed image size
+    if checkpoint is not None:
+        load_checkpoint(model, checkpoint)
+    return model, arguments
 
 
 def choose_model_name(

@@ -1,12 +1,10 @@
 """Image classification."""
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,15 +13,12 @@ from tokamix.compile import compile_blocks
 from tokamix.data import DatasetSplits, ImageDataset, Loader, create_dataset, mix
 from tokamix.data.images.loader import create_eval_loader, create_train_loader
 from tokamix.evaluate.accuracy import measure_accuracy
-from tokamix.inference import InferenceConfig, read_config
-from tokamix.models._registry import create_model
+from tokamix.inference import InferenceConfig
 from tokamix.recipes import Recipe
-from tokamix.train.loop.optim import DropPathSchedule
 from tokamix.train.setup.accelerator import Accelerator
-from tokamix.train.setup.model import choose_model_name, unknown_argument
+from tokamix.train.setup.model import create_classifier
 from tokamix.train.tasks.task import LoaderOptions, Logs, Position
 
-_log = logging.getLogger("tokamix")
 # keys of timm's pretrained_cfg that describe a download, not the model
 DOWNLOAD_KEYS = frozenset(
     ("url", "file", "source", "hf_hub_id", "hf_hub_filename", "state_dict", "tag", "architecture", "notes")
@@ -46,54 +41,25 @@ class Classify:
             )
 
     def create_model(self, model: str | nn.Module | None, checkpoint: str | Path | None, pretrained: bool) -> Any:
-        """Create the classifier from the recipe, or take the given module.
-
-        Weights are initialised from the recipe's seed. A checkpoint may come from a model with different classes
-        (its head is left out), channels (the first convolution is adapted) and image size (position tables are
-        resized).
-        """
+        """Create the classifier from the recipe, or take the given module."""
         self.in_chans = self.recipe.model_kwargs.get("in_chans", 3)
         if isinstance(model, nn.Module):
             num_classes = getattr(model, "num_classes", self.splits.num_classes)
             if num_classes != self.splits.num_classes:
                 raise ValueError(f"the model has {num_classes} classes, but the data has {self.splits.num_classes}")
-            self.arguments: dict[str, Any] = {}
+            if checkpoint is not None:
+                load_checkpoint(model, checkpoint)
             network: Any = model
+            self.arguments: dict[str, Any] = {}
         else:
-            network = self._create_by_name(model, checkpoint, pretrained)
-        if checkpoint is not None:
-            load_checkpoint(network, checkpoint)
+            network, self.arguments = create_classifier(
+                model, self.recipe, self.splits.num_classes, self.in_chans, checkpoint, pretrained
+            )
         self.pretrained_cfg = getattr(network, "pretrained_cfg", None) or {}
         self.architecture = self.pretrained_cfg.get("architecture", type(network).__name__)
         self.num_features = getattr(network, "num_features", None)
         self.inference = self._inference_config(network)
         return network
-
-    def _create_by_name(self, name: str | None, checkpoint: str | Path | None, pretrained: bool) -> Any:
-        recipe = self.recipe
-        config = read_config(checkpoint) if checkpoint is not None else {}
-        if "method" in config:
-            raise ValueError(f"{checkpoint} is no classifier, but {config['method']} for task {config['task']}")
-        name = choose_model_name(name, config.get("architecture"), recipe, checkpoint, pretrained)
-        arguments = config.get("model_args", {}) if name == config.get("architecture") else {}
-        arguments = {**arguments, "in_chans": self.in_chans, "img_size": recipe.image_size, **recipe.model_kwargs}
-        rates = {"drop_rate": recipe.drop_rate or None, "drop_path_rate": DropPathSchedule.initial_rate(recipe)}
-        while True:
-            torch.manual_seed(recipe.seed)
-            try:
-                network = create_model(
-                    name, pretrained=pretrained, num_classes=self.splits.num_classes, **rates, **arguments
-                )
-            except TypeError as error:
-                unknown = unknown_argument(error)
-                if unknown == "img_size" and "img_size" in arguments:  # a model without a fixed image size
-                    del arguments["img_size"]
-                    continue
-                raise ValueError(
-                    f"{name} has no argument {unknown!r}; change the recipe, for example with --set model_kwargs={{}}"
-                ) from error
-            self.arguments = arguments
-            return network
 
     def _inference_config(self, network: nn.Module) -> InferenceConfig:
         """The model's preprocessing with the recipe's values; small images that are held as arrays are not cropped."""
