@@ -19,7 +19,7 @@ check: $(READY)
 	$(BIN)/mypy
 
 docs: $(READY)
-	$(BIN)/mkdocs build --strict  # broken links and anchors are errors; the site is in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # broken links and anchors are errors; the site is in site/
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -20,7 +20,7 @@ PACKAGE = Path(tokamix.__file__).parent
 # from the lowest to the highest: a folder imports only itself and what stands before it; `cli` imports all
 ORDER = (
     *("_lazy", "_register", "files", "tasks", "distributed", "compile", "ops", "layers", "mixers", "swap", "cost"),
-    *("models", "checkpoint", "inference", "recipes", "data", "dense", "evaluate", "predict", "train"),
+    *("models", "checkpoint", "inference", "recipes", "data", "dense", "predict", "evaluate", "train"),
     *("explain", "bench", "compare", "demo", "cli", "__main__"),
 )
 # `load_model` imports the dense models inside the function: only users of segmenters and detectors load them
@@ -128,7 +128,18 @@ def test_import_after_timm_is_cheap_and_silent() -> None:
     assert out == "[]"
 
 
-@pytest.mark.parametrize("order", ["timm, tokamix", "tokamix, timm", "tokamix.models, timm", "tokamix, timm.data"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        *("timm, tokamix", "tokamix, timm", "tokamix.models, timm", "tokamix, timm.data"),
+        *(
+            "tokamix.layers",
+            "tokamix.mixers",
+            "tokamix.swap",
+            "tokamix.cost",
+        ),  # the models import these, these import timm
+    ],
+)
 def test_models_are_registered_in_either_import_order(order: str) -> None:
     """Each name once (timm warns when one is replaced), and the import hook is gone."""
     out = python(

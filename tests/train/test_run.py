@@ -18,7 +18,6 @@ import tokamix
 from tests.train.tiny import TINY, run, tiny_data
 from tokamix.compile import compile_blocks
 from tokamix.data.images.loader import create_train_loader
-from tokamix.evaluate import evaluate
 from tokamix.files import write_tensors
 from tokamix.train import train
 from tokamix.train.loop.engine import Engine
@@ -40,13 +39,19 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_folder(finished: Path) -> None:
     names = "README.md config.json curves.png environment.json last.safetensors metrics.csv metrics.jsonl"
     names += " model.safetensors recipe.yaml state tensorboard"
+    names += " confusion_matrix.csv confusion_matrix.png mistakes.png per_class.csv"
     assert sorted(p.name for p in finished.iterdir()) == sorted(names.split())
     rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     epochs = [row for row in rows if row["event"] == "epoch"]
-    assert len(epochs) == 12
+    assert [row["epoch"] for row in epochs] == list(range(1, 13))
     assert {"loss", "lr", "images_per_second", "update"} <= set(rows[0])
     table = list(csv.DictReader((finished / "metrics.csv").open()))
     assert [float(row["ema_top1"]) for row in table] == [row["ema_top1"] for row in epochs]
+    assert [int(row["epoch"]) for row in table] == list(range(1, 13))
+    with (finished / "per_class.csv").open() as file:
+        correct = sum(int(row["correct"]) for row in csv.DictReader(file))
+    best = max(max(row["top1"], row["ema_top1"]) for row in epochs)
+    assert 100 * correct / 37 == pytest.approx(best)  # of the best weights, not the last
     environment = json.loads((finished / "environment.json").read_text())
     assert environment["torch"] == torch.__version__.partition("+")[0]
     card = (finished / "README.md").read_text()
@@ -77,31 +82,6 @@ def test_timm_loads_it(finished: Path) -> None:
     assert model.num_classes == 4
     features = timm.create_model(f"local-dir:{finished}", pretrained=True, num_classes=0)
     assert features(torch.zeros(1, 3, 8, 8)).shape == (1, 16)
-
-
-def test_evaluate_agrees(finished: Path) -> None:
-    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    best = max(max(row["top1"], row["ema_top1"]) for row in rows if row["event"] == "epoch")
-    found = evaluate(finished, tiny_data(), device="cpu")
-    assert found["top1"] == pytest.approx(best)
-    model = timm.create_model(f"local-dir:{finished}", pretrained=True)
-    assert evaluate(model, tiny_data(), device="cpu", batch_size=10) == pytest.approx(found)
-    last = evaluate(finished / "last.safetensors", tiny_data(), device="cpu")
-    assert last["top1"] == pytest.approx(rows[-1]["top1"])
-    with pytest.raises(ValueError, match="the model has 4 classes, but tiny has 3"):
-        evaluate(finished, tiny_data(classes=3), device="cpu")
-    with pytest.raises(FileNotFoundError, match=r"it has no config\.json"):
-        evaluate(finished / "state", tiny_data(), device="cpu")
-
-
-def test_evaluate_a_checkpoint_by_name(tmp_path: Path) -> None:
-    model = timm.create_model("test_resnet", num_classes=4)
-    torch.save(model.state_dict(), tmp_path / "w.pth")
-    found = evaluate(tmp_path / "w.pth", tiny_data(), model="test_resnet", image_size=32, device="cpu")
-    assert 0 <= found["top1"] <= 100
-    assert found["top5"] == 100.0
-    with pytest.raises(ValueError, match="was not trained for 3 classes"):
-        evaluate(tmp_path / "w.pth", tiny_data(classes=3), model="test_resnet", image_size=32, device="cpu")
 
 
 @pytest.mark.parametrize("finetune", [{"classes": 3}, {"channels": 1}, {"image_size": 16}])
@@ -181,7 +161,7 @@ def test_own_module(tmp_path: Path) -> None:
 def test_precision_on_a_cpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A recipe's precision is for GPUs; bf16 on a CPU must be requested, and warns once."""
     run(tmp_path / "a", precision="bf16", epochs=2)
-    assert json.loads((tmp_path / "a" / "environment.json").read_text())["precision"] == "fp32"
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["precision"] == "fp32"
     assert not caplog.records
     accelerator = create_accelerator(TINY, "cpu", precision="bf16")
     assert [record.message.partition(";")[0] for record in caplog.records] == [

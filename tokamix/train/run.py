@@ -142,7 +142,8 @@ def train(
             if state is None:
                 folder.clear()
             if not engine.finished:
-                folder.begin(recipe.to_yaml(), job.config(), settings, accelerator)
+                config = job.config() | {"precision": accelerator.mixed_precision.replace("no", "fp32")}
+                folder.begin(recipe.to_yaml(), config, settings, accelerator)
             folder.truncate(engine.epoch, engine.update)
         trackers = None
         if main and not engine.finished:

@@ -172,7 +172,7 @@ def _as_json(value: Any) -> Any:
 
 
 def describe_environment(accelerator: Any) -> Row:
-    """Versions, device, precision and command."""
+    """Versions, device and command."""
     device = accelerator.device
     values: Row = {"python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES:
@@ -182,7 +182,6 @@ def describe_environment(accelerator: Any) -> Row:
             values[package] = None
     values["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     values["processes"] = accelerator.num_processes
-    values["precision"] = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
     values["threads"] = torch.get_num_threads()
     values["command"] = sys.argv
     values["started"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")

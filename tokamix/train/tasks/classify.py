@@ -1,5 +1,6 @@
 """Image classification."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -13,12 +14,14 @@ from tokamix.compile import compile_blocks
 from tokamix.data import DatasetSplits, ImageDataset, Loader, create_dataset, mix
 from tokamix.data.images.loader import create_eval_loader, create_train_loader
 from tokamix.evaluate.accuracy import measure_accuracy
+from tokamix.evaluate.report import write_report
 from tokamix.inference import InferenceConfig
 from tokamix.recipes import Recipe
 from tokamix.train.setup.accelerator import Accelerator
 from tokamix.train.setup.model import create_classifier
 from tokamix.train.tasks.task import LoaderOptions, Logs, Position
 
+_log = logging.getLogger("tokamix")
 # keys of timm's pretrained_cfg that describe a download, not the model
 DOWNLOAD_KEYS = frozenset(
     ("url", "file", "source", "hf_hub_id", "hf_hub_filename", "state_dict", "tag", "architecture", "notes")
@@ -139,3 +142,9 @@ class Classify:
 
     def write_report(self, folder: Path, model: nn.Module) -> None:
         """Write confusion matrix, accuracy of each class and the worst mistakes; a failure does not end the run."""
+        if (folder / "mistakes.png").exists():  # the last of its files
+            return
+        try:
+            write_report(folder, model, self.splits.val, self.inference)
+        except Exception as error:  # metrics and weights matter more than a report
+            _log.warning("the report cannot be written: %s: %s", type(error).__name__, error)

@@ -22,7 +22,7 @@ from tokamix.data.annotated.loader import create_eval_loader, create_train_loade
 from tokamix.dense.saved import create_dense_model, load_matching_weights
 from tokamix.inference import InferenceConfig, read_config
 from tokamix.layers import BatchNorm
-from tokamix.predict import Prediction, Predictor, draw
+from tokamix.predict import Prediction, Predictor, draw_prediction
 from tokamix.predict.draw import Colour, contact_sheet
 from tokamix.recipes import Recipe
 from tokamix.train.loop.optim import DropPathSchedule
@@ -156,7 +156,9 @@ class Dense:
         rows, used = [], set()
         for sample in self.samples:
             predicted, target = predictor(sample.image), self.ground_truth(sample)
-            overlays = [draw(sample.image, one, predictor.classes, legend=False) for one in (target, predicted)]
+            overlays = [
+                draw_prediction(sample.image, one, predictor.class_names, legend=False) for one in (target, predicted)
+            ]
             rows.append([to_pil_image(sample.image), *overlays])
             class_maps = [one.segmentation for one in (target, predicted) if one.segmentation is not None]
             used |= {i for class_map in class_maps for i in class_map.unique().tolist()}
