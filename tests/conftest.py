@@ -86,3 +86,32 @@ def random_weights() -> Callable[[Mapping[str, Sequence[int]]], dict[str, torch.
         return weights
 
     return draw
+
+
+@pytest.fixture(scope="session")
+def classifier_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a classifier that was trained on `tiny_data()`; read-only."""
+    from tests.train.tiny import run
+
+    return run(tmp_path_factory.mktemp("runs") / "classifier", epochs=6).folder
+
+
+@pytest.fixture(scope="session")
+def segmenter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a segmenter that learned a few images of 48 px; read-only."""
+    from tests.train.tiny_dense import run, tiny_scenes
+
+    settings = {"iterations": 24, "eval_every": 24, "lr": 2e-2, "method_kwargs": {"width": 32, "neck_width": 32}}
+    data = tiny_scenes("segment", train=4, val=0, side=48)
+    return run("segment", tmp_path_factory.mktemp("runs") / "segmenter", data, crop_size=48, **settings).folder
+
+
+@pytest.fixture(scope="session")
+def detector_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a Mask R-CNN that learned a few images of 64 px; read-only."""
+    from tests.train.tiny_dense import run, tiny_scenes
+
+    settings = {"iterations": 24, "eval_every": 24, "method": "mask_rcnn", "hflip": 0.0, "lr": 1e-2}
+    settings |= {"method_kwargs": {"width": 16, "rois_per_image": 16}}
+    data = tiny_scenes("detect", train=4, val=0, side=64)
+    return run("detect", tmp_path_factory.mktemp("runs") / "detector", data, **settings).folder

@@ -19,21 +19,8 @@ from tokamix.ops import dispatch
 PACKAGE = Path(tokamix.__file__).parent
 # from the lowest to the highest: a folder imports only itself and what stands before it; `cli` imports all
 ORDER = (
-    *(
-        "_lazy",
-        "_hints",
-        "_register",
-        "files",
-        "tasks",
-        "distributed",
-        "compile",
-        "ops",
-        "layers",
-        "mixers",
-        "swap",
-        "cost",
-    ),
-    *("models", "checkpoint", "inference", "recipes", "data", "dense", "evaluate", "predict", "train"),
+    *("_lazy", "_register", "files", "tasks", "distributed", "compile", "ops", "layers", "mixers", "swap", "cost"),
+    *("models", "checkpoint", "inference", "recipes", "data", "dense", "predict", "evaluate", "train"),
     *("explain", "bench", "compare", "demo", "cli", "__main__"),
 )
 # `load_model` imports the dense models inside the function: only users of segmenters and detectors load them
@@ -145,8 +132,12 @@ def test_import_after_timm_is_cheap_and_silent() -> None:
     "order",
     [
         *("timm, tokamix", "tokamix, timm", "tokamix.models, timm", "tokamix, timm.data"),
-        # the models import these, and these import timm
-        *("tokamix.layers", "tokamix.mixers", "tokamix.swap", "tokamix.cost"),
+        *(
+            "tokamix.layers",
+            "tokamix.mixers",
+            "tokamix.swap",
+            "tokamix.cost",
+        ),  # the models import these, these import timm
     ],
 )
 def test_models_are_registered_in_either_import_order(order: str) -> None:

@@ -18,7 +18,6 @@ import tokamix
 from tests.train.tiny import TINY, run, tiny_data
 from tokamix.compile import compile_blocks
 from tokamix.data.images.loader import create_train_loader
-from tokamix.evaluate import evaluate
 from tokamix.files import write_tensors
 from tokamix.train import train
 from tokamix.train.loop.engine import Engine
@@ -76,31 +75,6 @@ def test_timm_loads_it(finished: Path) -> None:
     assert model.num_classes == 4
     features = timm.create_model(f"local-dir:{finished}", pretrained=True, num_classes=0)
     assert features(torch.zeros(1, 3, 8, 8)).shape == (1, 16)
-
-
-def test_evaluate_agrees(finished: Path) -> None:
-    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    best = max(max(row["top1"], row["ema_top1"]) for row in rows if row["event"] == "epoch")
-    found = evaluate(finished, tiny_data(), device="cpu")
-    assert found["top1"] == pytest.approx(best)
-    model = timm.create_model(f"local-dir:{finished}", pretrained=True)
-    assert evaluate(model, tiny_data(), device="cpu", batch_size=10) == pytest.approx(found)
-    last = evaluate(finished / "last.safetensors", tiny_data(), device="cpu")
-    assert last["top1"] == pytest.approx(rows[-1]["top1"])
-    with pytest.raises(ValueError, match="the model has 4 classes, but tiny has 3"):
-        evaluate(finished, tiny_data(classes=3), device="cpu")
-    with pytest.raises(FileNotFoundError, match=r"it has no config\.json"):
-        evaluate(finished / "state", tiny_data(), device="cpu")
-
-
-def test_evaluate_a_checkpoint_by_name(tmp_path: Path) -> None:
-    model = timm.create_model("test_resnet", num_classes=4)
-    torch.save(model.state_dict(), tmp_path / "w.pth")
-    found = evaluate(tmp_path / "w.pth", tiny_data(), model="test_resnet", image_size=32, device="cpu")
-    assert 0 <= found["top1"] <= 100
-    assert found["top5"] == 100.0
-    with pytest.raises(ValueError, match="was not trained for 3 classes"):
-        evaluate(tmp_path / "w.pth", tiny_data(classes=3), model="test_resnet", image_size=32, device="cpu")
 
 
 @pytest.mark.parametrize("finetune", [{"classes": 3}, {"channels": 1}, {"image_size": 16}])

@@ -131,7 +131,8 @@ def train(
             if state is None:
                 folder.forget()
             if not engine.finished:
-                folder.begin(recipe.to_yaml(), plan.config, accelerator.num_processes, accelerator.device)
+                config = plan.config | {"precision": accelerator.mixed_precision.replace("no", "fp32")}
+                folder.begin(recipe.to_yaml(), config, accelerator.num_processes, accelerator.device)
             folder.rewind(engine.epoch, engine.update)
         title = f"{plan.name} on {plan.data}"
         silent = quiet or not main

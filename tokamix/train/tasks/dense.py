@@ -19,7 +19,7 @@ from tokamix.data.annotated.datasets import AnnotatedImage, DatasetSplits
 from tokamix.data.decode import DataError
 from tokamix.inference import InferenceConfig
 from tokamix.layers import BatchNorm
-from tokamix.predict import Prediction, Predictor, draw
+from tokamix.predict import Prediction, Predictor, draw_prediction
 from tokamix.predict.draw import Colour, contact_sheet
 from tokamix.recipes import Recipe
 from tokamix.train.tasks import Logs, Moment
@@ -80,7 +80,9 @@ class Dense:
         rows, used = [], set()
         for scene in self.scenes:
             found, truth = predictor(scene.image), self.truth(scene)
-            overlays = [draw(scene.image, one, predictor.classes, legend=False) for one in (truth, found)]
+            overlays = [
+                draw_prediction(scene.image, one, predictor.class_names, legend=False) for one in (truth, found)
+            ]
             rows.append([to_pil_image(scene.image), *overlays])
             maps = [one.segmentation for one in (truth, found) if one.segmentation is not None]
             used |= {i for classes in maps for i in classes.unique().tolist()}
