@@ -118,7 +118,7 @@ def commands(page: str) -> Iterator[list[str]]:
     for line in lines:
         words = shlex.split(line, comments=True)
         if words:
-            yield words
+            yield words[words.index("|") + 1 :] if "|" in words else words
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if any(True for _ in commands(p))])
