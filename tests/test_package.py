@@ -19,8 +19,8 @@ from tokamix.ops import dispatch
 PACKAGE = Path(tokamix.__file__).parent
 # from the lowest to the highest: a folder imports only itself and what stands before it; `cli` imports all
 ORDER = (
-    *("_lazy", "_register", "files", "tasks", "distributed", "compile", "ops", "layers", "mixers", "swap", "cost"),
-    *("models", "checkpoint", "inference", "recipes", "data", "dense", "predict", "evaluate", "train"),
+    *("_lazy", "_register", "_hints", "files", "tasks", "distributed", "compile", "ops", "layers", "mixers", "swap"),
+    *("cost", "models", "checkpoint", "inference", "recipes", "data", "dense", "predict", "evaluate", "train"),
     *("explain", "bench", "compare", "demo", "cli", "__main__"),
 )
 # `load_model` imports the dense models inside the function: only users of segmenters and detectors load them

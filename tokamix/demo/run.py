@@ -27,7 +27,7 @@ from tokamix.inference import InferenceConfig
 from tokamix.mixers import list_mixers
 from tokamix.recipes import Recipe, load_recipe
 from tokamix.train import RunResult, train
-from tokamix.train.setup.model import build_model
+from tokamix.train.setup.model import create_classifier
 
 BODY = "columnar_tiny"
 SHOWN = "2"  # the digit whose picture is looked into
@@ -224,7 +224,7 @@ def _example(data: DatasetSplits, recipe: Recipe) -> Example:
 def _measure(entrant: Entrant, runs: list[RunResult], data: DatasetSplits, image: Tensor) -> Result:
     runs = sorted(runs, key=lambda run: run.folder)
     recipe = load_recipe(runs[0].folder / "recipe.yaml")
-    model, _ = build_model(None, recipe, len(data.classes))
+    model, _ = create_classifier(None, recipe, len(data.classes))
     before = receptive_field(model, image)
     load_checkpoint(model.eval(), runs[0].folder / "last.safetensors")
     return Result(
@@ -246,7 +246,7 @@ def _measure(entrant: Entrant, runs: list[RunResult], data: DatasetSplits, image
 
 
 def _untrained(mixer: str, recipe: Recipe, data: DatasetSplits, image: Tensor) -> Cost:
-    model, _ = build_model(f"{BODY}_{mixer}", recipe, len(data.classes))
+    model, _ = create_classifier(f"{BODY}_{mixer}", recipe, len(data.classes))
     growth = _cost(model.eval(), recipe, recipe.image_size)
     parameters = sum(p.numel() for p in model.parameters())
     return Cost(mixer, parameters, growth.macs, growth.exps, _latency(model, image))
