@@ -28,6 +28,10 @@ PAGES = [
     "examples/README.md",
     *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md") if p.name != "benchmarks.in.md"),
 ]
+OWN_PROCESS = {
+    "docs/guides/add-a-mixer.md",  # test_add_a_mixer
+    "docs/guides/own-task.md",  # includes examples/own_task.py, which tests/test_examples.py runs
+}
 TINY = {"epochs": 1, "image_size": 16, "model_kwargs": {"patch_size": 8, "dim": 16, "depth": 1, "num_heads": 2}}
 
 
