@@ -194,7 +194,7 @@ def test_starting_from_a_segmenter(
     for part in (fewer.train, fewer.val):
         part.classes, part.category_ids = part.classes[:5], part.category_ids[:5]
         for i in range(len(part)):
-            scene = part.scene(i)
+            scene = part.sample(i)
             scene.segmentation = scene.segmentation.clamp(max=4)
     run("segment", tmp_path / "fewer", fewer, checkpoint=tmp_path / "old", iterations=1, eval_every=1, seed=5)
     fresh = {name for name, t in start.items() if t.shape != old[name].shape or not torch.equal(t, old[name])}

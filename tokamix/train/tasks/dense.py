@@ -168,7 +168,7 @@ class Dense:
         """The validation samples that can be decoded; the loader reports the others."""
         for i in range(len(self.splits.val)):
             with suppress(DataError):
-                yield self.splits.val.scene(i, masks=self.masks)
+                yield self.splits.val.sample(i, masks=self.masks)
 
     def ground_truth(self, sample: AnnotatedImage) -> Prediction:
         """The annotations as a prediction."""
