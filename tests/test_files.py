@@ -2,9 +2,9 @@
 
 import errno
 import os
-import subprocess
-import sys
+import resource
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,6 @@ from safetensors.torch import load_file
 from tests.train.tiny import assert_same_bits, run
 from tokamix import files
 from tokamix.files import WriteError, write_atomically, write_tensors, write_text
-
-ROOT = Path(__file__).parents[1]
 
 
 def test_writes_are_atomic(tmp_path: Path) -> None:
@@ -64,47 +62,54 @@ def test_a_failing_disk_keeps_the_last_good_state(tmp_path: Path, monkeypatch: p
         assert_same_bits(tmp_path / "whole", folder)
 
 
+def error_in_child(function: Callable[[], object]) -> str:
+    """Type and message of the OSError that `function` raises in a forked process."""
+    end, start = os.pipe()
+    child = os.fork()
+    if child == 0:
+        message = "no error"
+        try:
+            function()
+        except OSError as error:
+            message = f"{type(error).__name__} {error}"
+        finally:
+            os.write(start, message.encode())
+            os._exit(0)
+    os.close(start)
+    os.waitpid(child, 0)
+    with os.fdopen(end, "rb") as pipe:
+        return pipe.read().decode()
+
+
 def test_a_full_disk(tmp_path: Path) -> None:
     """A real failed write: a limit on the file size acts as a full disk."""
-    code = (
-        "import resource, sys; from pathlib import Path; from tests.train.tiny import run\n"
-        "out = Path(sys.argv[1]); run(out, epochs=2, save_every=5)\n"
-        "size = (out / 'state' / 'state.safetensors').stat().st_size\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))\n"
-        "before = (out / 'last.safetensors').read_bytes()\n"
-        "try: run(out, epochs=4, save_every=5, resume=False)\n"
-        "except OSError as error: print(type(error).__name__, error)\n"
-        "print([p.name for p in out.rglob('*.part')], len((out / 'last.safetensors').read_bytes()) == len(before))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "a")], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    message, left = done.stdout.splitlines()[-2:]
+    folder = tmp_path / "a"
+    run(folder, epochs=2, save_every=5)
+    size = (folder / "state" / "state.safetensors").stat().st_size
+    before = (folder / "last.safetensors").read_bytes()
+
+    def run_on_a_full_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
+        run(folder, epochs=4, save_every=5, resume=False)
+
+    message = error_in_child(run_on_a_full_disk)
     assert message.startswith("WriteError cannot write")
     assert "File too large" in message
-    assert left == "[] True"
+    assert not list(folder.rglob("*.part"))
+    assert len((folder / "last.safetensors").read_bytes()) == len(before)
 
 
 def test_a_read_only_folder() -> None:
     """In a child process of another user if this one is root, because root may write everywhere."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o555)
-        end, start = os.pipe()
-        child = os.fork()
-        if child == 0:
+
+        def run_without_rights() -> None:
             if os.getuid() == 0:
                 os.setuid(65534)
-            message = b"no error"
-            try:
-                run(Path(folder) / "run")
-            except OSError as error:
-                message = f"{type(error).__name__} {error}".encode()
-            finally:
-                os.write(start, message)
-                os._exit(0)
-        os.waitpid(child, 0)
-        message = os.read(end, 10_000).decode()
+            run(Path(folder) / "run")
+
+        message = error_in_child(run_without_rights)
         assert not os.listdir(folder)
     assert message.startswith("WriteError cannot write")
     assert "Permission denied" in message
