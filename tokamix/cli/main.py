@@ -9,6 +9,7 @@ import typer
 
 from tokamix import __version__
 from tokamix.cli.bench import bench
+from tokamix.cli.compare import compare
 from tokamix.cli.demo import demo
 from tokamix.cli.eval import eval_
 from tokamix.cli.info import info
@@ -41,6 +42,7 @@ for name, command in (
     ("predict", predict),
     ("models", models),
     ("recipes", recipes),
+    ("compare", compare),
     ("demo", demo),
     ("bench", bench),
     ("info", info),

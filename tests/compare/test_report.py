@@ -6,7 +6,6 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-
 from tokamix.demo.report import Cost, Course, Growth, Report, Result, amount, outside, render
 
 NAMES = ("softmax", "softmax_cb", "sima", "active_token", "super_token", "weight_mixing")
