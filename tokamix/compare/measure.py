@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tokamix.bench.timing import median_ms
 from tokamix.checkpoint import load_checkpoint
 from tokamix.compare.candidate import Candidate
-from tokamix.compare.report import Cost, CostAtSize, Curves, Example, Report, Result, Texts
+from tokamix.compare.report import Cost, CostAtSize, Curves, Example, Report, Result, Texts, plural
 from tokamix.cost import count_exp, count_macs
 from tokamix.data import DatasetSplits
 from tokamix.data.images.loader import create_eval_loader
@@ -184,7 +184,7 @@ def _describe(model: Any, size: int) -> str:
     blocks = len(model.blocks) if hasattr(model, "blocks") else sum(len(stage.blocks) for stage in model.stages)
     side = size // model.feature_info[0]["reduction"]
     stages = f" in {len(model.stages)} stages" if hasattr(model, "stages") else ""
-    return f"{blocks} blocks{stages}, {side}×{side} tokens"  # noqa: RUF001
+    return f"{plural(blocks, 'block')}{stages}, {side}×{side} tokens"  # noqa: RUF001
 
 
 def _describe_machine(device: str) -> str:

@@ -166,7 +166,7 @@ def render(report: Report) -> str:
     facts = {
         "training images": f"{report.train_images:,}",
         "validation images": f"{report.test_images:,}",
-        "training": f"{report.epochs} epochs" + (f", {seeds} seeds" if seeds > 1 else f", seed {report.seeds[0]}"),
+        "training": plural(report.epochs, "epoch") + (f", {seeds} seeds" if seeds > 1 else f", seed {report.seeds[0]}"),
         "network": report.body,
     }
     legend = "".join(
@@ -205,6 +205,11 @@ def amount(number: float, digits: int = 3) -> str:
             number /= size
             return (f"{number:#.{digits}g}".rstrip(".") if digits > 1 else f"{number:.0f}") + f" {unit}"
     return f"{number:.0f}"
+
+
+def plural(number: int, noun: str) -> str:
+    """A number with its noun: 1 epoch, 2 epochs."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def accuracy_text(result: Result) -> str:
