@@ -59,7 +59,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings: dict[str, Any] = {**TINY, "batch_size": 4}
     train("columnar_tiny_sima", photos, "small", folder / "runs/photos", overrides=settings, device="cpu", quiet=True)
     scenes = tiny_scenes("detect", train=4, val=1, side=64)
-    kwargs = {"width": 16, "regions": 16}
+    kwargs = {"width": 16, "rois_per_image": 16}
     run("detect", folder / "runs/objects", scenes, iterations=1, eval_every=1, method="mask_rcnn", method_kwargs=kwargs)
     return folder
 

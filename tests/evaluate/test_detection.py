@@ -286,7 +286,7 @@ def test_training_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytes
         assert not (tmp_path / "run/metrics.jsonl").exists()
 
     refused([], "there is nothing to detect: no image of the validation set has an annotation that counts")
-    masks = {"method": "mask_rcnn", "method_kwargs": {"width": 16, "regions": 16}}
+    masks = {"method": "mask_rcnn", "method_kwargs": {"width": 16, "rois_per_image": 16}}
     refused([bare], "mask AP needs annotations with outlines, but the validation set has boxes only", **masks)
     monkeypatch.setitem(sys.modules, "pycocotools.coco", None)
     refused([good], "average precision needs pycocotools")

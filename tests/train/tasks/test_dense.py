@@ -30,7 +30,7 @@ from tokamix.train.tasks.segment import Segment
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
-MASKS = {"method": "mask_rcnn", "method_kwargs": {"width": 16, "regions": 32}}
+MASKS = {"method": "mask_rcnn", "method_kwargs": {"width": 16, "rois_per_image": 32}}
 
 
 def test_segmentation_is_learned(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_detection_is_learned(tmp_path: Path) -> None:
     """4 scenes by heart, whose boxes and masks nobody finds by chance."""
     data = tiny_scenes("detect", train=4, val=0, side=96)
     settings = {"iterations": 100, "eval_every": 50, "lr": 5e-3, "hflip": 0.0, "method": "mask_rcnn"}
-    result = run("detect", tmp_path, data, **settings, method_kwargs={"width": 32, "regions": 32})
+    result = run("detect", tmp_path, data, **settings, method_kwargs={"width": 32, "rois_per_image": 32})
     losses = [row["train_loss"] for row in result.epochs]
     assert losses[-1] < losses[0] / 2
     assert result.metric == "mask_ap"
