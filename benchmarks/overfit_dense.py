@@ -45,9 +45,9 @@ class Chosen(AnnotatedDataset):
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def scene(self, i: int, masks: bool = True) -> AnnotatedImage:
+    def sample(self, i: int, masks: bool = True) -> AnnotatedImage:
         """Scene i of those chosen."""
-        return self.scenes.scene(self.chosen[i], masks)
+        return self.scenes.sample(self.chosen[i], masks)
 
     def name_of(self, i: int) -> str:
         """Its name."""
@@ -64,7 +64,7 @@ def choose(scenes: AnnotatedDataset, task: str, count: int) -> list[int]:
         return list(range(count))
     found = []
     for i in range(len(scenes)):
-        scene = scenes.scene(i, masks=False)
+        scene = scenes.sample(i, masks=False)
         if len(scene.labels) in THINGS and not scene.crowd.any():
             found.append(i)
         if len(found) == count:

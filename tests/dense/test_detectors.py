@@ -274,7 +274,7 @@ def test_overfits_two_images(method: str) -> None:
     """The loss falls to a third, and the largest object of each image is detected with its class, box and mask."""
     torch.manual_seed(0)
     shapes = Shapes(8, side=96)
-    samples = [shapes.scene(i) for i in (0, 1)]
+    samples = [shapes.sample(i) for i in (0, 1)]
     images = torch.stack([sample.image for sample in samples]).float() / 127.5 - 1
     targets = [{"boxes": s.boxes, "labels": s.labels, "masks": s.masks} for s in samples]
     detector = with_few_rois(create_detector(method, "test_convnext", 8, width=32)).train()

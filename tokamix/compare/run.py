@@ -16,7 +16,7 @@ from tokamix.compare.report import Report, Texts, render
 from tokamix.data import DatasetSplits, create_dataset
 from tokamix.files import write_text
 from tokamix.models.bodies import BODIES
-from tokamix.recipes import Recipe, load_overrides, load_recipe
+from tokamix.recipes import Recipe, load_recipe
 from tokamix.train import RunResult, train
 
 DEFAULT_BODY = "pyramid_tiny"
@@ -89,15 +89,10 @@ def compare(
     if base.task != "classify":
         raise ValueError(f"compare trains classifiers, and the recipe {base.name} is for task {base.task}")
     body = _choose_body(body, base)
-
-    def recipe_for(candidate: Candidate, seed: int) -> Recipe:
-        changes = {"model": f"{body}_{candidate.mixer}", "seed": seed}
-        return load_recipe(recipe, {**load_overrides(overrides), **changes})
-
     name = data if isinstance(data, str) else data.name
     return run_comparison(
         candidates,
-        recipe_for,
+        lambda candidate, seed: base.replace(model=f"{body}_{candidate.mixer}", seed=seed),
         data,
         Path(output),
         Texts.for_data(name, body, base.name),
