@@ -123,7 +123,7 @@ def test_info_checks_data(tmp_path: Path) -> None:
     (tmp_path / "val" / "dog" / "0.png").write_bytes(b"")
     broken = call("info", "--data", str(tmp_path), code=1)
     assert f"error: {tmp_path / 'val' / 'dog' / '0.png'} is empty" in broken.replace("\n", "")
-    assert "error: there is no data 'digitz'" in call("info", "--data", "digitz", code=1)
+    assert "did you mean digits?" in call("info", "--data", "digitz", code=1)
     assert "train: 512 images; 512 of them decoded" in call("info", "--data", "shapes", "--task", "detect")
 
 

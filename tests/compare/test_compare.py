@@ -134,7 +134,7 @@ def test_trainings_side_by_side_are_the_same(tmp_path: Path) -> None:
         ("--body pyramid_tiny --recipe digits", "use --body columnar_tiny"),
         ("--recipe small_segment", "compare trains classifiers, and the recipe small_segment is for task segment"),
         ("--recipe smal", "there is no recipe 'smal'"),
-        ("--data digitz", "there is no data 'digitz'"),
+        ("--data digitz", "did you mean digits?"),
         ("-o {file}/out", "cannot create the folder {file}/out: Not a directory; choose another --output"),
     ],
 )
