@@ -10,7 +10,7 @@ demo: $(READY)
 	$(BIN)/tokamix demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --ignore-glob='*_kernels.py'
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 $(wildcard tests/ops/*_kernels.py)  # kernels, on the CPU
 
 check: $(READY)

@@ -45,9 +45,9 @@ class Subset(AnnotatedDataset):
     def __len__(self) -> int:
         return len(self.indices)
 
-    def scene(self, i: int, masks: bool = True) -> AnnotatedImage:
+    def sample(self, i: int, masks: bool = True) -> AnnotatedImage:
         """Image i of the subset with its annotations."""
-        return self.dataset.scene(self.indices[i], masks)
+        return self.dataset.sample(self.indices[i], masks)
 
     def name_of(self, i: int) -> str:
         """Name of image i."""
@@ -64,7 +64,7 @@ def select_images(dataset: AnnotatedDataset, task: str, count: int) -> list[int]
         return list(range(count))
     indices = []
     for i in range(len(dataset)):
-        sample = dataset.scene(i, masks=False)
+        sample = dataset.sample(i, masks=False)
         if len(sample.labels) in NUM_OBJECTS and not sample.crowd.any():
             indices.append(i)
         if len(indices) == count:

@@ -275,7 +275,7 @@ def test_overfits_two_images(method: str) -> None:
     torch.manual_seed(0)
     side, width = (96, 32) if method == "retinanet" else (64, 16)  # RetinaNet starts at stride 8
     shapes = Shapes(8, side=side)
-    samples = [shapes.scene(i) for i in (0, 1)]
+    samples = [shapes.sample(i) for i in (0, 1)]
     images = torch.stack([sample.image for sample in samples]).float() / 127.5 - 1
     targets = [{"boxes": s.boxes, "labels": s.labels, "masks": s.masks} for s in samples]
     detector = with_few_rois(create_detector(method, "test_convnext", 8, width=width)).train()

@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from tests.dense.detectors import small_detector
-from tests.ops.kernels import DEVICE, needs_triton
+from tests.ops.kernels import DEVICE
 from tokamix.dense import detector as detector_module
 from tokamix.dense import mask_rcnn, retinanet
 from tokamix.dense.detector import batch_images
 from tokamix.ops.dispatch import use_backend
-
-pytestmark = needs_triton
 
 
 @pytest.mark.parametrize("method", ["mask_rcnn", "cascade_mask_rcnn", "retinanet"])
