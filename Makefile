@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 READY := $(VENV)/.ready
 
-.PHONY: demo test check format clean
+.PHONY: demo test check docs format clean
 
 demo: $(READY)
 	$(BIN)/tokamix demo
@@ -17,6 +17,9 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY)
+	$(BIN)/mkdocs build --strict  # broken links and anchors are errors; the site is in site/
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -20,8 +20,9 @@ from timm.data import create_loader as timm_create_loader
 from torch.nn.functional import cross_entropy
 
 from tokamix.compile import compile_blocks
-from tokamix.data import ArrayDataset, create_dataset, create_loader, mix
-from tokamix.recipes import Recipe
+from tokamix.data import ArrayDataset, create_dataset, mix
+from tokamix.data.images.loader import create_train_loader
+from tokamix.recipes import ClassifyRecipe
 
 STRONG = {"augment": "rand-m9-mstd0.5-inc1", "random_erasing": 0.25}
 SMALL = {
@@ -59,8 +60,8 @@ def resident(batch: int = 1024, steps: int = 60) -> None:
         optimizer.zero_grad()
 
     for name, values in SMALL.items():
-        recipe = Recipe(name=name, image_size=32, batch_size=batch, mixup=0.8, cutmix=1.0, **values)
-        loader = create_loader(data, recipe, train=True, batch_size=batch, device="cuda")
+        recipe = ClassifyRecipe(name=name, image_size=32, batch_size=batch, mixup=0.8, cutmix=1.0, **values)
+        loader = create_train_loader(data, recipe, batch_size=batch, device="cuda")
         fed = chain.from_iterable(loader.epoch(epoch) for epoch in count())
         mixed = (mix(*pair, recipe, 100, (0, i)) for i, pair in enumerate(fed))
         one = next(mixed)
@@ -85,10 +86,9 @@ def folders(workers: int, batch: int = 64, pictures: int = 16_384) -> None:
                 picture.save(folder / f"{i}.jpg", quality=92)
             else:
                 (folder / f"{i}.jpg").hardlink_to(folder / f"{i % 64}.jpg")
-        recipe = Recipe(name="folder", batch_size=batch, **STRONG)
-        ours = create_loader(
-            create_dataset(root).train, recipe, train=True, batch_size=batch, device="cuda", workers=workers
-        )
+        recipe = ClassifyRecipe(name="folder", batch_size=batch, **STRONG)
+        train = create_dataset(root).train
+        ours = create_train_loader(train, recipe, batch_size=batch, device="cuda", workers=workers)
         theirs = timm_create_loader(
             ImageDataset(root),
             (3, 224, 224),

@@ -2,7 +2,7 @@
 
 Mask R-CNN on images of 800 x 1280 and Semantic FPN on 512 x 512, inference, bfloat16 by autocast, or with
 `--precision half` with weights of float16, which is the best that deformable convolution can do: under autocast it
-computes in float32. First the two must agree in float32. "recorded" is `tokamix.dense.Recorded`: parts compiled,
+computes in float32. First the two must agree in float32. "recorded" is `tokamix.dense.GraphedModel`: parts compiled,
 the whole one CUDA graph. `--quick` is a small run for any machine. Writes `--out`, a CSV file.
 """
 
@@ -18,7 +18,7 @@ from active_token import deformable_model
 from torch import Tensor, nn
 
 from tokamix.bench.timing import median_ms, print_costs
-from tokamix.dense import MaskRCNN, Recorded, create_detector, create_segmenter
+from tokamix.dense import GraphedModel, MaskRCNN, create_detector, create_segmenter
 
 CASES = [("mask_rcnn", (800, 1280), 1), ("mask_rcnn", (800, 1280), 4), ("semantic_fpn", (512, 512), 8)]
 QUICK = [("mask_rcnn", (64, 96), 1), ("semantic_fpn", (64, 64), 1)]
@@ -71,7 +71,7 @@ def prepared(model: nn.Module, images: Tensor, precision: str, mode: str) -> Ite
     with torch.autocast(device, torch.bfloat16, enabled=lowered):
         if precision == "half":
             images = images.half()
-        call = Recorded(model, images) if mode == "recorded" else model
+        call = GraphedModel(model, images) if mode == "recorded" else model
         yield lambda: call(images)
 
 

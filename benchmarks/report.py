@@ -11,20 +11,6 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).parent.parent
 RESULTS, DOCS = ROOT / "results", ROOT / "docs"
 
-# The authors' published code on the same GPU, images per second (docs/benchmarks.md says how it was run).
-AUTHORS = {
-    ("atmnet_tiny", "infer", 224): 5612,
-    ("stvit_small", "infer", 224): 6734,
-    ("amixer_tiny", "infer", 224): 8743,
-    ("xcit_small_12_p16_sima", "infer", 224): 6127,
-    ("atmnet_tiny", "train", 224): 826,
-    ("stvit_small", "train", 224): 889,
-    ("amixer_tiny", "train", 224): 1159,
-    ("xcit_small_12_p16_sima", "train", 224): 1722,
-    ("atmnet_tiny", "infer", 1024): 145,
-    ("stvit_small", "infer", 1024): 41,
-}
-AUTHORS_GB = {"atmnet_tiny": 12.2, "stvit_small": 11.6, "amixer_tiny": 13.8, "xcit_small_12_p16_sima": 9.1}
 METHODS = {"mask_rcnn": "Mask R-CNN", "semantic_fpn": "Semantic FPN"}
 GRAPHS = "reduce-overhead"  # the mode of torch.compile that replays CUDA graphs
 COLORS = {
@@ -44,22 +30,82 @@ def rows(name: str) -> list[dict[str, str]]:
 
 def models_table(mode: str, size: int) -> list[str]:
     lines = [
-        "| model | images / s, CUDA graphs | without | authors' code | times | peak memory (GB) |",
-        "|---|---|---|---|---|---|",
+        "| model | images / s, CUDA graphs | without | peak memory (GB) |",
+        "|---|---|---|---|",
     ]
     measured = [r for r in rows("models") if (r["mode"], int(r["size"])) == (mode, size)]
     plain = {r["model"]: r for r in measured if r["compiled"] == "default"}
     for row in measured:
         if row["compiled"] != GRAPHS:
             continue
-        name, rate, authors = row["model"], float(row["images_per_second"]), AUTHORS.get((row["model"], mode, size))
+        name, rate = row["model"], float(row["images_per_second"])
         without = f"{float(plain[name]['images_per_second']):,.0f}" if name in plain else ""
         memory = f"{float(plain[name]['peak_gb']):.1f}" if name in plain else ""
-        if mode == "train" and name in AUTHORS_GB:
-            memory += f" (authors {AUTHORS_GB[name]})"
-        beside = f"{authors:,} | {rate / authors:.1f}x" if authors else " | "
-        lines.append(f"| `{name}` | **{rate:,.0f}** | {without} | {beside} | {memory} |")
+        lines.append(f"| `{name}` | **{rate:,.0f}** | {without} | {memory} |")
     return lines
+
+
+class Sides:
+    """results/side_by_side.csv: our models, the authors' code and timm's models, all measured in one run."""
+
+    def __init__(self) -> None:
+        self.rows = rows("side_by_side")
+
+    def row(self, case: str, model: str, side: str, mode: str) -> dict[str, str]:
+        keys = (case, model, side, mode)
+        return next((r for r in self.rows if (r["case"], r["model"], r["side"], r["mode"]) == keys), {})
+
+    def rate(self, *keys: str) -> float:
+        return float(self.row(*keys).get("images_per_second") or 0)
+
+    def cell(self, *keys: str) -> str:
+        row, rate = self.row(*keys), self.rate(*keys)
+        number = f"{rate:,.0f}" if rate else ""
+        gib = f"{row['gib']} GiB" if row.get("gib") else ""
+        remarks = "; ".join(filter(None, (gib, row.get("note"))))
+        return f"{number} ({remarks})" if number and remarks else number or remarks
+
+    def authors_best(self, case: str, model: str) -> str:
+        """The authors' fastest mode: CUDA graphs, compiled without them, or an explanation."""
+        return self.cell(case, model, "authors", "graphs") or self.cell(case, model, "authors", "compiled")
+
+    def models(self, case: str, side: str) -> list[str]:
+        return list(dict.fromkeys(r["model"] for r in self.rows if (r["case"], r["side"]) == (case, side)))
+
+    def authors_table(self) -> list[str]:
+        """Both sides in the best mode, and both sides eager; a ratio only where the modes and sizes agree."""
+        lines = [
+            "| | model | ours, CUDA graphs | authors, best mode | ratio | ours, eager | authors, eager | ratio |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        titles = {"infer": "inference", "train": "training", "infer_1024": "inference, 1024 px, batch 8"}
+        for case, title in titles.items():
+            for model in self.models(case, "ours"):
+                cells = [self.cell(case, model, "ours", "graphs"), self.authors_best(case, model)]
+                cells += [self.ratio(case, model, "graphs")]
+                cells += [self.cell(case, model, side, "eager") for side in ("ours", "authors")]
+                cells += [self.ratio(case, model, "eager")]
+                lines.append(f"| {title} | `{model}` | {' | '.join(cells)} |")
+        return lines
+
+    def ratio(self, case: str, model: str, mode: str) -> str:
+        ours, authors = (self.rate(case, model, side, mode) for side in ("ours", "authors"))
+        if not (ours and authors) or model == "amixer_tiny":  # AMixer's released configuration is a different network
+            return ""
+        ratio = ours / authors
+        return f"{ratio:.2f}x" if ratio < 1.8 else f"{ratio:.1f}x"
+
+    def peers_table(self) -> list[str]:
+        lines = [
+            "| timm model | top-1 | inference, graphs | training, graphs | inference, eager | training, eager |",
+            "|---|---|---|---|---|---|",
+        ]
+        for model in self.models("infer", "timm"):
+            top1 = self.row("infer", model, "timm", "graphs")["note"]
+            kinds = [(case, mode) for mode in ("graphs", "eager") for case in ("infer", "train")]
+            rates = [self.rate(case, model, "timm", mode) for case, mode in kinds]
+            lines.append(f"| `{model}` | {top1} | {' | '.join(f'{r:,.0f}' if r else '' for r in rates)} |")
+        return lines
 
 
 def ops_table() -> list[str]:
@@ -78,7 +124,7 @@ def ops_table() -> list[str]:
 
 def dense_table() -> list[str]:
     lines = [
-        "| network | images | eager | with `deform_conv2d` | recorded | with `deform_conv2d` | times |",
+        "| network | images | eager | with `deform_conv2d` | graphed | with `deform_conv2d` | times |",
         "|---|---|---|---|---|---|---|",
     ]
     modes: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
@@ -111,30 +157,41 @@ def scaling_plot() -> None:
     figure.savefig(DOCS / "scaling.png", dpi=150)
 
 
-def models_plot() -> None:
-    picked = [r for r in rows("models") if (r["mode"], r["size"], r["compiled"]) == ("infer", "224", GRAPHS)]
-    picked.sort(key=lambda r: float(r["images_per_second"]))
-    names = [r["model"].removesuffix("_patch16_224").removesuffix("_patch4_window7_224") for r in picked]
-    authors = [AUTHORS.get((r["model"], "infer", 224)) for r in picked]
-    figure, axis = plt.subplots(figsize=(8, 0.5 * len(picked) + 1.2), layout="constrained")
-    ours = [a is not None or "sima" in r["model"] for r, a in zip(picked, authors, strict=True)]
-    rates = [float(r["images_per_second"]) for r in picked]
-    axis.barh(names, rates, color=["#00798c" if o else "#b8c4c8" for o in ours])
-    marked = [(a, n) for a, n in zip(authors, names, strict=True) if a]
-    axis.plot(*zip(*marked, strict=True), "D", color="#d1495b", ms=6, label="authors' code")
-    axis.set_title("Images per second, inference at 224 px on one H200 (grey: timm's)", fontsize=11)
+def models_plot(sides: Sides) -> None:
+    """Our models, the authors' code and timm's peers: one run, every side with CUDA graphs where it can use them."""
+    names = sides.models("infer", "ours")
+    peers = ("convnext_tiny", "caformer_s18", "swin_tiny", "deit_small")
+    kinds = {**dict.fromkeys(names, "ours"), **dict.fromkeys(peers, "timm")}
+    picked = sorted(kinds, key=lambda name: sides.rate("infer", name, kinds[name], "graphs"))
+    rates = [sides.rate("infer", name, kinds[name], "graphs") for name in picked]
+    figure, axis = plt.subplots(figsize=(8, 0.42 * len(picked) + 1.3), layout="constrained")
+    axis.barh(picked, rates, color=["#00798c" if kinds[name] == "ours" else "#b8c4c8" for name in picked])
+    for mode, fill, label in (
+        ("graphs", "#d1495b", "authors' code, CUDA graphs"),
+        ("compiled", "white", "authors' code, without graphs (released AMixer)"),
+    ):
+        marked = [(sides.rate("infer", name, "authors", mode), name) for name in picked]
+        points = [(rate, name) for rate, name in marked if rate]
+        axis.plot(*zip(*points, strict=True), "D", color=fill, markeredgecolor="#d1495b", ms=6, ls="", label=label)
+    eager = [sides.rate("infer", name, kinds[name], "eager") for name in picked]
+    shown = [(rate, name) for rate, name in zip(eager, picked, strict=True) if rate]
+    axis.plot(*zip(*shown, strict=True), "|", color="#222222", ms=14, mew=2, ls="", label="the same model, eager")
+    axis.set_title("Images per second with CUDA graphs, 224 px, batch 128, one H200 (grey: timm)", fontsize=11)
     axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, loc="lower right")
+    figure.legend(frameon=False, loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(DOCS / "models.png", dpi=150)
 
 
 def main() -> None:
+    sides = Sides()
     scaling_plot()
-    models_plot()
+    models_plot(sides)
     environment = (RESULTS / "environment.txt").read_text().strip()
     page = (DOCS / "benchmarks.in.md").read_text()
     for mark, lines in {
+        "AUTHORS": sides.authors_table(),
+        "PEERS": sides.peers_table(),
         "INFER": models_table("infer", 224),
         "TRAIN": models_table("train", 224),
         "LARGE": models_table("infer", 1024),

@@ -9,13 +9,13 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 
 import torch
 
-from tokamix.data import ArrayDataset, DatasetSplits, create_dataset, create_loader
+from tokamix.data import ArrayDataset, DatasetSplits, create_dataset
+from tokamix.data.images.loader import create_train_loader
 from tokamix.recipes import load_recipe
 from tokamix.train import train
 
@@ -31,7 +31,7 @@ def random_data() -> DatasetSplits:
 
 def seconds_of_data(data: DatasetSplits, recipe, device: str, batches: int = 50) -> float:
     """Seconds a step would take if it were data alone."""
-    loader = create_loader(data.train, recipe, train=True, batch_size=recipe.batch_size, device=device)
+    loader = create_train_loader(data.train, recipe, batch_size=recipe.batch_size, device=device)
     stream = chain.from_iterable(loader.epoch(number) for number in count())
     for i in range(batches + 5):
         if i == 5:
@@ -47,7 +47,7 @@ def waits(data: DatasetSplits, recipe) -> Counter:
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(None, data, replace(recipe, epochs=1, warmup_epochs=0, compile=False), tempfile.mkdtemp(), quiet=True)
+        train(None, data, recipe.replace(epochs=1, warmup_epochs=0, compile=False), tempfile.mkdtemp(), quiet=True)
     torch.cuda.set_sync_debug_mode("default")
     return Counter(f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message))
 

@@ -28,14 +28,14 @@ def test_readme() -> None:
 
 
 def test_swap_page() -> None:
-    for block in blocks("docs/swap.md", "python"):
+    for block in blocks("docs/guides/swap.md", "python"):
         exec("import timm, tokamix\n" + block.replace("pretrained=True", "pretrained=False"), {})
 
 
 def test_add_a_mixer() -> None:
     """The page's code prints what the page says, and the tests of every mixer take the new one up."""
-    mixer, use = blocks("docs/add-a-mixer.md", "python")
-    (printed,) = blocks("docs/add-a-mixer.md", "text")
+    mixer, use = blocks("docs/guides/add-a-mixer.md", "python")
+    (printed,) = blocks("docs/guides/add-a-mixer.md", "text")
     assert len(mixer.splitlines()) <= 30
     check = "import pytest; sys.exit(pytest.main(['tests/mixers/test_registry.py', '-q', '-k', 'strips']))"
     # in a process of its own: a registered mixer stays registered

@@ -26,7 +26,7 @@ def test_written_whole_or_not_at_all(tmp_path: Path) -> None:
         beside.write_text("sec")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(WriteError, match=r"file.txt: No space left on device; the file of before is kept"):
+    with pytest.raises(WriteError, match=r"file.txt: No space left on device; the previous file is kept"):
         write_atomically(path, half)
     assert path.read_text() == "first"
     assert [p.name for p in path.parent.iterdir()] == ["file.txt"]
@@ -47,16 +47,16 @@ def test_a_disk_that_fails_keeps_the_last_good_state(
     for failing in range(3, 9):
         folder = tmp_path / f"broken {failing}"
         count = 0
-        real = files._to_disk
+        real = files._fsync
 
-        def to_disk(path: Path, failing: int = failing, real=real) -> None:
+        def fsync(path: Path, failing: int = failing, real=real) -> None:
             nonlocal count
             count += path.name.endswith(".safetensors.part")
             if count >= failing:
                 raise OSError(number, os.strerror(number))
             real(path)
 
-        monkeypatch.setattr(files, "_to_disk", to_disk)
+        monkeypatch.setattr(files, "_fsync", fsync)
         with pytest.raises(WriteError, match=os.strerror(number)):
             run(folder, save_every=2)
         monkeypatch.undo()

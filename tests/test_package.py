@@ -1,8 +1,10 @@
-"""The package as a whole: import directions, what importing costs, names, backends."""
+"""The package as a whole: import directions, the public API, what importing costs, names, backends."""
 
 import ast
+import inspect
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -15,48 +17,74 @@ from tokamix.models._registry import count_sizes, known_sizes, sizes
 from tokamix.ops import dispatch
 
 PACKAGE = Path(tokamix.__file__).parent
-# floors from the ground up; a module may import its own floor and those below it
-FLOORS = [
-    *("files", "distributed", "compile", "ops", "layers", "mixers", "swap", "cost", "models", "checkpoint"),
-    *("dense", "bench", "inference", "recipes", "data", "evaluate", "predict", "train", "explain", "demo", "cli"),
-    "__main__",
-]
+# from the lowest to the highest: a folder imports only itself and what stands before it; `cli` imports all
+ORDER = (
+    *("_lazy", "_register", "files", "tasks", "distributed", "compile", "ops", "layers", "mixers", "swap", "cost"),
+    *("models", "checkpoint", "inference", "recipes", "data", "dense", "evaluate", "predict", "train"),
+    *("explain", "bench", "compare", "demo", "cli", "__main__"),
+)
+# `load_model` imports the dense models inside the function: only users of segmenters and detectors load them
+DEFERRED = {"inference.py imports tokamix.dense.saved"}
+PUBLIC = {
+    *("create_model", "list_models", "create_body", "create_mixer", "create_segmenter", "create_detector"),
+    *("train", "evaluate", "predict", "load_recipe", "list_recipes", "create_dataset", "swap_mixer"),
+    *("insert_context_broadcast", "remove_context_broadcast", "load_checkpoint", "count_macs", "count_exp"),
+    "InferenceConfig",
+}
 
 
-def floor(module: str) -> int:
-    return FLOORS.index(module.split(".")[1])
+def level(module: str) -> int:
+    return ORDER.index(module.split(".")[1])
 
 
 def imports(path: Path) -> set[str]:
     """The tokamix modules a file imports, at top level or inside functions."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
-            found |= {
-                f"{node.module}.{alias.name}" if node.module == "tokamix" else node.module
-                for node_ in [node]
-                for alias in node.names
-            }
-    return {name for name in found if name.startswith("tokamix.")}
+            names |= {f"tokamix.{a.name}" for a in node.names} if node.module == "tokamix" else {node.module or ""}
+    return {name for name in names if name.startswith("tokamix.")}
 
 
 def modules() -> list[Path]:
     return sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
 
 
-def test_every_module_has_a_floor() -> None:
+def test_every_module_has_a_level() -> None:
     assert len(modules()) > 20
-    assert {p.relative_to(PACKAGE).parts[0].removesuffix(".py") for p in modules()} <= set(FLOORS)
+    assert {p.relative_to(PACKAGE).parts[0].removesuffix(".py") for p in modules()} <= set(ORDER)
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_lower_floors_never_import_upper_ones(path: Path) -> None:
-    own = floor("tokamix." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts))
-    above = [name for name in imports(path) if floor(name) > own]
-    assert not above or "cli" in path.parts, f"{path.name} imports {above}"
+def test_import_directions() -> None:
+    upward = set()
+    for path in modules():
+        own = level("tokamix." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts))
+        upward |= {f"{path.relative_to(PACKAGE)} imports {name}" for name in imports(path) if level(name) > own}
+    assert upward == DEFERRED
+
+
+def is_plain(node: ast.stmt) -> bool:
+    """Whether an `__init__.py` may hold a statement: docstring, imports, `__all__` and the lazy `__getattr__`."""
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test) == "TYPE_CHECKING" and all(map(is_plain, node.body)) and not node.orelse
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant) or ast.unparse(node) == "register_with_timm()"
+    if isinstance(node, ast.Assign):
+        return ast.unparse(node.targets[0]) in ("__all__", "__version__", "(__getattr__, __dir__)")
+    return isinstance(node, ast.Import | ast.ImportFrom)
+
+
+def test_init_files_are_thin() -> None:
+    logic = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in PACKAGE.rglob("__init__.py")
+        for node in ast.parse(path.read_text()).body
+        if not is_plain(node) and path.parent.name != "tasks"
+    ]
+    assert not logic
 
 
 def test_nothing_private_of_timm_is_imported() -> None:
@@ -67,21 +95,107 @@ def test_nothing_private_of_timm_is_imported() -> None:
             assert not [n for n in names if n.startswith("timm.") and "._" in n], path
 
 
-def test_import_is_cheap_and_silent() -> None:
-    """No Triton, no device query, no warning, no other heavy package."""
-    code = (
-        "import sys, torch, timm\n"
-        "before = set(sys.modules)\n"
-        "torch.cuda.is_available = torch.cuda.device_count = lambda: sys.exit('import queried the device')\n"
-        "import tokamix\n"
-        "new = set(sys.modules) - before\n"
-        "heavy = ('triton', 'sklearn', 'matplotlib', 'transformers', 'onnx')\n"
-        "print([m for m in new if m.endswith('.kernels') or m.startswith(heavy)])\n"
+def python(code: str, *options: str) -> str:
+    """Standard output of a new interpreter."""
+    command = [sys.executable, *options, "-c", textwrap.dedent(code)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    return result.stdout.strip()
+
+
+def test_import_loads_neither_torch_nor_timm() -> None:
+    """`python -X importtime` is not needed: without these packages the import takes a few hundredths of a second."""
+    heavy = "{'torch', 'timm', 'torchvision', 'numpy', 'triton', 'rich', 'typer', 'yaml'}"
+    assert python(f"import sys, tokamix; print({heavy} & set(sys.modules))") == "set()"
+
+
+def test_import_after_timm_is_cheap_and_silent() -> None:
+    """No Triton, no device query, no warning, no heavy package beyond timm's own."""
+    out = python(
+        """
+        import sys, torch, timm
+        before = set(sys.modules)
+        torch.cuda.is_available = torch.cuda.device_count = lambda: sys.exit('import queried the device')
+        import tokamix
+        new = set(sys.modules) - before
+        assert 'tokamix.models.stvit' in new
+        heavy = ('triton', 'sklearn', 'matplotlib', 'transformers', 'onnx')
+        print([m for m in new if m.endswith('.kernels') or m.startswith(heavy)])
+        """,
+        *("-W", "error::UserWarning"),
     )
-    run = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "[]"
-    assert run.stderr == ""
+    assert out == "[]"
+
+
+@pytest.mark.parametrize("order", ["timm, tokamix", "tokamix, timm", "tokamix.models, timm", "tokamix, timm.data"])
+def test_models_are_registered_in_either_import_order(order: str) -> None:
+    """Each name once (timm warns when one is replaced), and the import hook is gone."""
+    out = python(
+        f"""
+        import sys
+        import {order}
+        import timm
+        print(*timm.list_models("stvit*"))
+        assert type(timm.create_model("stvit_small", device="meta")).__name__ == "STViT"
+        assert not [f for f in sys.meta_path if type(f).__module__.startswith("tokamix")]
+        """,
+        *("-W", "error::UserWarning"),
+    )
+    assert out == "stvit_base stvit_large stvit_small"
+
+
+def test_models_in_spawned_processes() -> None:
+    """A model, a public function and a name of timm's registry work in a new process."""
+    out = python(
+        """
+        import multiprocessing, pickle, sys
+        import tokamix
+        def main():
+            model = tokamix.create_body("columnar_tiny", "sima", num_classes=3, device="meta")
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(len(pool.apply(tokamix.list_models, ("stvit",))))
+                print(type(pool.apply(tokamix.create_model, ("pvt_tiny",))).__name__)
+                print(pool.apply(type, (model,)).__name__)
+            print(pickle.loads(pickle.dumps(tokamix.train)) is tokamix.train)
+        main()
+        """
+    )
+    assert out.split() == ["3", "PVT", "ColumnarBody", "True"]
+
+
+def test_public_api() -> None:
+    assert set(tokamix.__all__) == PUBLIC
+    assert list(tokamix.__all__) == sorted(tokamix.__all__)
+    assert set(dir(tokamix)) >= PUBLIC
+    for name in tokamix.__all__:
+        value = getattr(tokamix, name)
+        assert value.__name__ == name
+        assert inspect.getdoc(value)
+    declared = next(n for n in ast.parse((PACKAGE / "__init__.py").read_text()).body if isinstance(n, ast.If))
+    names = {alias.name for node in declared.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert names == PUBLIC, "the imports for type checkers differ from __all__"
+
+
+def test_functions_win_over_packages_of_the_same_name() -> None:
+    out = python(
+        """
+        from tokamix.train import RunResult
+        from tokamix.train import train
+        import tokamix
+        assert tokamix.train is train and tokamix.evaluate.__name__ == "evaluate"
+        from tokamix.predict import predict
+        assert tokamix.predict is predict
+        print(tokamix.ops.__name__, tokamix.data.__name__, tokamix.explain.__name__)
+        """
+    )
+    assert out == "tokamix.ops tokamix.data tokamix.explain"
+
+
+def test_unknown_attributes() -> None:
+    with pytest.raises(AttributeError, match="module 'tokamix' has no attribute 'create_modell'"):
+        _ = tokamix.create_modell
+    assert not hasattr(tokamix, "__wrapped__")
 
 
 def test_unknown_names_get_a_hint() -> None:

@@ -1,27 +1,65 @@
 """Vision token mixers from five papers, inside timm.
 
-`import tokamix` registers every model with timm, so that `timm.create_model("stvit_small")` works.
+`import tokamix` registers every model with timm, so that `timm.create_model("stvit_small")` works. All names below are
+imported on first use.
 """
 
-from tokamix import mixers, models, ops
-from tokamix.checkpoint import load_checkpoint
-from tokamix.cost import count_exp, count_macs
-from tokamix.models._registry import create_model, list_models
-from tokamix.models.bodies import create_body
-from tokamix.swap import insert_context_broadcast, remove_context_broadcast, swap_mixer
+from typing import TYPE_CHECKING
+
+from tokamix._lazy import attach
+from tokamix._register import register_with_timm
+
+if TYPE_CHECKING:
+    from tokamix.checkpoint import load_checkpoint
+    from tokamix.cost import count_exp, count_macs
+    from tokamix.data import create_dataset
+    from tokamix.dense import create_detector, create_segmenter
+    from tokamix.evaluate import evaluate
+    from tokamix.inference import InferenceConfig
+    from tokamix.mixers import create_mixer
+    from tokamix.models import create_body, create_model, list_models
+    from tokamix.predict import predict
+    from tokamix.recipes import list_recipes, load_recipe
+    from tokamix.swap import insert_context_broadcast, remove_context_broadcast, swap_mixer
+    from tokamix.train import train
 
 __version__ = "0.1.0"
 __all__ = [
+    "InferenceConfig",
     "count_exp",
     "count_macs",
     "create_body",
+    "create_dataset",
+    "create_detector",
+    "create_mixer",
     "create_model",
+    "create_segmenter",
+    "evaluate",
     "insert_context_broadcast",
     "list_models",
+    "list_recipes",
     "load_checkpoint",
-    "mixers",
-    "models",
-    "ops",
+    "load_recipe",
+    "predict",
     "remove_context_broadcast",
     "swap_mixer",
+    "train",
 ]
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "checkpoint": ("load_checkpoint",),
+        "cost": ("count_exp", "count_macs"),
+        "data": ("create_dataset",),
+        "dense": ("create_detector", "create_segmenter"),
+        "evaluate": ("evaluate",),
+        "inference": ("InferenceConfig",),
+        "mixers": ("create_mixer",),
+        "models": ("create_body", "create_model", "list_models"),
+        "predict": ("predict",),
+        "recipes": ("list_recipes", "load_recipe"),
+        "swap": ("insert_context_broadcast", "remove_context_broadcast", "swap_mixer"),
+        "train": ("train",),
+    },
+)
+register_with_timm()

@@ -1,39 +1,41 @@
-"""The processes that torchrun starts, and this one's place among them."""
+"""torch.distributed for processes that torchrun or `accelerate launch` started."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
-def join(backend: str) -> None:
-    """Meet the other processes, if there are any.
+def init_process_group(backend: str) -> None:
+    """Initialise the process group; do nothing in a single process or where it is initialised already.
 
-    torchrun keeps its meeting place over an elastic restart, and with it the addresses of processes that are dead; each
-    attempt has a corner of its own here.
+    The store is prefixed per restart: torchrun keeps one store over elastic restarts, with the addresses of processes
+    that have died.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         return
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    store, rank, world = next(dist.rendezvous("env://"))
+    store, rank, world_size = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
-def share() -> dict[str, Any]:
-    """Rank and world of this process, as loaders take them; alone where nobody was met."""
-    together = dist.is_initialized()
-    return {"rank": dist.get_rank() if together else 0, "world": dist.get_world_size() if together else 1}
+def rank_and_world_size() -> tuple[int, int]:
+    """Rank of this process and number of processes; (0, 1) without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 @contextmanager
-def together(device: str | None) -> Iterator[int]:
-    """Work with the other processes for a while, on this kind of device; gives the rank among them."""
-    join("nccl" if device != "cpu" and torch.cuda.is_available() else "gloo")
-    yield share()["rank"]
+def process_group(device: str | None) -> Iterator[int]:
+    """Initialise the process group for a device and destroy it at the end; gives the rank.
+
+    Args:
+        device: "cpu" or "cuda"; None: a GPU if there is one.
+    """
+    init_process_group("nccl" if device != "cpu" and torch.cuda.is_available() else "gloo")
+    yield rank_and_world_size()[0]
     if dist.is_initialized():
         dist.destroy_process_group()

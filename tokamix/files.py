@@ -1,8 +1,10 @@
-"""Writing files that are whole or not there: a killed process or a full disk never leaves half of one."""
+"""Atomic file writers: a killed process or a full disk never leaves a partial file."""
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -10,41 +12,47 @@ from torch import Tensor
 
 
 class WriteError(OSError):
-    """A file could not be written; what stood there before still does."""
+    """A file could not be written; its previous version, if any, is unchanged."""
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `path`, bring it to the disk, then put it in its place in one move."""
-    beside = path.with_name(f".{path.name}.part")
+    """Call `write` with a temporary path in the same folder, flush the file to disk and rename it to `path`."""
+    temporary = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(beside)
-        _to_disk(beside)
-        os.replace(beside, path)
-        _to_disk(path.parent)
+        write(temporary)
+        _fsync(temporary)
+        os.replace(temporary, path)
+        _fsync(path.parent)
     except (OSError, SafetensorError) as error:
-        beside.unlink(missing_ok=True) if os.access(path.parent, os.W_OK) else None
-        kept = "; the file of before is kept" if path.exists() else ""
+        if os.access(path.parent, os.W_OK):
+            temporary.unlink(missing_ok=True)
+        kept = "; the previous file is kept" if path.exists() else ""
         raise WriteError(f"cannot write {path}: {_reason(error)}{kept}") from error
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all."""
-    write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    """Write a text file atomically."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def write_json(path: Path, value: Any, indent: int | None = None) -> None:
+    """Write a JSON file atomically."""
+    write_text(path, json.dumps(value, indent=indent))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file, whole or not at all."""
-    metadata = {"format": "pt", **(metadata or {})}  # what timm and the Hub look for
+    """Write a safetensors file atomically."""
+    metadata = {"format": "pt", **(metadata or {})}  # timm and the Hub look for this entry
 
-    def write(beside: Path) -> None:
-        save_file(dict(tensors), beside, metadata=metadata)
-        beside.chmod(path.parent.stat().st_mode & 0o666)  # safetensors leaves it to its owner alone
+    def write(temporary: Path) -> None:
+        save_file(dict(tensors), temporary, metadata=metadata)
+        temporary.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes it readable by its owner only
 
     write_atomically(path, write)
 
 
-def _to_disk(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

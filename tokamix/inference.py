@@ -1,15 +1,33 @@
-"""How a trained model is fed and read: one `InferenceConfig`, saved with every model.
+"""Preprocessing and class names of trained models (`InferenceConfig`), and loading trained models (`load_model`).
 
-Evaluation, prediction, export and the web page read it, so that all of them see images the way training did.
+The config is saved with every model. Evaluation and prediction read it, so that both preprocess images as training did.
 """
 
-from collections.abc import Mapping
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, Self
+from pathlib import Path
+from typing import Any, Self
 
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+import timm
+from timm.data import (
+    IMAGENET_DEFAULT_MEAN,
+    IMAGENET_DEFAULT_STD,
+    ImageNetInfo,
+    infer_imagenet_subset,
+    resolve_data_config,
+)
+from timm.models import split_model_name_tag
 
-Task = Literal["classify", "segment", "detect"]
+from tokamix.checkpoint import load_checkpoint
+from tokamix.files import write_text
+from tokamix.models._registry import create_model
+from tokamix.tasks import Task
+
+WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar")
+SEGMENT_ONLY = ("window", "window_stride", "test_scales", "test_flip")
+CLASSIFY_ONLY = ("image_size", "crop_pct")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +76,217 @@ class InferenceConfig:
         """Number of classes."""
         return len(self.class_names)
 
+    def __post_init__(self) -> None:
+        if self.task not in ("classify", "segment", "detect"):
+            raise ValueError(f"task is {self.task!r}, but must be classify, segment or detect")
+        if len(self.mean) != len(self.std):
+            raise ValueError(f"mean has {len(self.mean)} values, but std has {len(self.std)}; give one per channel")
+        for key in ("image_size", "window", "window_stride"):
+            value = getattr(self, key)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{key} is {value!r}, but must be a number of pixels from 1 on")
+        if not 0 < self.crop_pct <= 1:
+            raise ValueError(f"crop_pct is {self.crop_pct}, but must be above 0 and at most 1")
+        if not 0 <= self.score_threshold <= 1:
+            raise ValueError(f"score_threshold is {self.score_threshold}, but must be from 0 to 1")
+        if self.scale is not None and (len(self.scale) != 2 or min(self.scale) < 1):
+            raise ValueError(f"scale is {self.scale}, but must be two lengths in pixels: long side, short side")
+        if not self.test_scales or min(self.test_scales) <= 0:
+            raise ValueError(f"test_scales is {self.test_scales}, but must be one or more positive factors")
+
+    @property
+    def has_class_names(self) -> bool:
+        """Whether the class names are known, not just numbers in their place."""
+        return self.class_names != _numbers(self.num_classes)
+
     def replace(self, **changes: Any) -> Self:
-        """A copy with other values; an unknown key gets an error that lists the possible ones."""
-        known = [f.name for f in fields(self)]
-        if unknown := [key for key in changes if key not in known]:
-            raise ValueError(f"{unknown[0]!r} is not an inference option; choose from {', '.join(known)}")
-        return replace(self, **{key: tuple(v) if isinstance(v, list) else v for key, v in changes.items()})
+        """Return a copy with different values; options of a different task and unknown ones are refused."""
+        names = [f.name for f in fields(self)]
+        foreign = {"classify": ("scale", *SEGMENT_ONLY), "segment": CLASSIFY_ONLY}
+        foreign["detect"] = (*CLASSIFY_ONLY, *SEGMENT_ONLY)
+        for key in changes:
+            if key not in names:
+                raise ValueError(f"{key!r} is not an inference option; choose from {', '.join(names)}")
+            if key in foreign[self.task]:
+                possible = [name for name in names[2:] if name not in foreign[self.task]]
+                raise ValueError(f"{key} has no effect for task {self.task}; choose from {', '.join(possible)}")
+        values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in changes.items()}
+        return replace(self, **values)
 
     def to_dict(self) -> dict[str, Any]:
-        """All values as plain lists and numbers, for config.json."""
+        """Return all values as plain lists and numbers, for config.json."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Rebuild a config from `to_dict`."""
+        names = [f.name for f in fields(cls)]
+        if unknown := [key for key in values if key not in names]:
+            raise ValueError(f"the inference config has the unknown key {unknown[0]!r}; it may be of a newer tokamix")
         arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return cls(**arguments)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        class_names: Sequence[str] | None = None,
+        *,
+        task: Task = "classify",
+        in_chans: int | None = None,
+        **options: Any,
+    ) -> Self:
+        """Take the preprocessing of a timm model, or of the timm body of a segmenter or detector.
+
+        Args:
+            model: a timm model; its `pretrained_cfg` is read.
+            class_names: in the order of the outputs; default: the model's own, ImageNet's, or numbers.
+            task: what the model is used for.
+            in_chans: number of input channels; default: that of the model's `pretrained_cfg`. If it has a different
+                number, the mean over its channels is used for each.
+            options: further fields, which replace the model's.
+        """
+        cfg = dict(getattr(model, "pretrained_cfg", None) or {})
+        if class_names is None:
+            cfg["num_classes"] = getattr(model, "num_classes", None) or cfg.get("num_classes") or 0
+            class_names = _class_names(cfg)
+        return cls(task=task, class_names=tuple(class_names), **_preprocessing(cfg, in_chans) | options)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the config to config.json in a folder, under the key "inference"; other keys stay."""
+        values = read_config(folder) | {"inference": self.to_dict()}
+        write_text(Path(folder) / "config.json", json.dumps(values, indent=2))
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Self:
+        """Read the config from a folder's config.json; one written by timm gives its preprocessing and label names."""
+        values = read_config(folder)
+        if "inference" in values:
+            return cls.from_dict(values["inference"])
+        if "pretrained_cfg" not in values:
+            raise ValueError(f"{folder} has no config.json with the keys 'inference' or 'pretrained_cfg'")
+        cfg = {**values["pretrained_cfg"], **{k: values[k] for k in ("num_classes", "label_names") if k in values}}
+        return cls(task="classify", class_names=_class_names(cfg), **_preprocessing(cfg))
+
+
+def read_config(source: str | Path) -> dict[str, Any]:
+    """Read config.json of a folder, or of the folder that holds a file; {} if there is none."""
+    path = Path(source)
+    path = (path.parent if path.is_file() else path) / "config.json"
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    return values if isinstance(values, dict) else {}
+
+
+def load_model(
+    source: str | Path, *, model: str | None = None, num_classes: int | None = None
+) -> tuple[Any, InferenceConfig]:
+    """Load a trained model of any task, in evaluation mode, and its inference config.
+
+    Args:
+        source: a run's folder, a weights file of a run, a checkpoint file (then `model` names its architecture), a
+            folder written by timm, `local-dir:PATH`, `hf-hub:user/name`, or a timm name with pretrained weights.
+        model: name of the architecture, for a checkpoint file.
+        num_classes: of the architecture, for a checkpoint file; default: the architecture's own.
+    """
+    name = str(source).removeprefix("local-dir:")
+    path = Path(name)
+    if path.is_dir() or (path.is_file() and model is None):
+        return _load_folder(path)
+    if path.is_file():
+        assert model is not None
+        return _load_file(path, model, num_classes)
+    if str(source).startswith("hf-hub:"):
+        network = timm.create_model(str(source), pretrained=True)
+    else:
+        network = _load_pretrained(name)
+    return network.eval(), InferenceConfig.from_model(network)
+
+
+def _load_folder(path: Path) -> tuple[Any, InferenceConfig]:
+    """Load a run's best weights, or the given weights file of a run."""
+    folder = path.parent if path.is_file() else path
+    values = read_config(folder)
+    if not values and path.is_file():
+        raise ValueError(f"{path} holds weights of an unknown architecture; name it with --model")
+    if not values:
+        raise FileNotFoundError(f"{path} is neither a run's folder nor a timm model's: it has no config.json")
+    weights = path if path.is_file() else folder / "model.safetensors"
+    if path.is_dir() and not weights.is_file() and not (folder / "pytorch_model.bin").is_file():
+        raise FileNotFoundError(f"{folder} has no model.safetensors; has the run finished its first evaluation?")
+    config = InferenceConfig.load(folder)
+    if "method" in values:  # a segmenter or detector
+        from tokamix.dense.saved import create_dense_model, load_matching_weights
+
+        network = create_dense_model(values)
+        if missing := load_matching_weights(network, weights):
+            raise ValueError(f"{weights} has no weights for {len(missing)} parameters, such as {missing[0]}")
+    elif path.is_dir():
+        network = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    else:
+        arguments = {"num_classes": config.num_classes, **values.get("model_args", {})}
+        network = create_model(values["architecture"], **arguments)
+        load_checkpoint(network, path)
+    return network.eval(), config
+
+
+def _load_file(path: Path, name: str, num_classes: int | None) -> tuple[Any, InferenceConfig]:
+    arguments: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
+    network = create_model(name, **arguments)
+    if load_checkpoint(network, path).fresh:
+        raise ValueError(
+            f"{path} was not trained for {network.num_classes} classes: its classifier has a different number"
+        )
+    return network.eval(), InferenceConfig.from_model(network)
+
+
+def _load_pretrained(name: str) -> Any:
+    """Load timm's pretrained weights of a model."""
+    architecture = split_model_name_tag(name.split("/")[-1])[0]
+    if not timm.is_model(architecture) and (
+        "/" in name or "\\" in name or name.startswith((".", "~")) or Path(name).suffix in WEIGHT_SUFFIXES
+    ):
+        raise FileNotFoundError(f"there is no run folder and no checkpoint file {name}")
+    if timm.is_model(architecture):
+        cfg = timm.get_pretrained_cfg(name.split("/")[-1], allow_unregistered=True)
+        if cfg is None or not cfg.has_weights:
+            raise ValueError(
+                f"{name} has no pretrained weights; give a run's folder, or a checkpoint file with --model {name}"
+            )
+    return create_model(name, pretrained=True)
+
+
+def _preprocessing(cfg: Mapping[str, Any], in_chans: int | None = None) -> dict[str, Any]:
+    """Fields of `InferenceConfig` from timm's pretrained_cfg."""
+    data = resolve_data_config(pretrained_cfg=dict(cfg) or {"input_size": (3, 224, 224)})
+    channels = in_chans or data["input_size"][0]
+    mean, std = (
+        tuple(values) if len(values) == channels else (sum(values) / len(values),) * channels
+        for values in (data["mean"], data["std"])
+    )
+    size = {"image_size": data["input_size"][-1], "crop_pct": data["crop_pct"]}
+    return {"mean": mean, "std": std, "interpolation": data["interpolation"], **size}
+
+
+def _class_names(cfg: Mapping[str, Any]) -> tuple[str, ...]:
+    """Class names from timm's pretrained_cfg: its own, ImageNet's for that number of classes, or numbers."""
+    count = cfg.get("num_classes") or 0
+    names = cfg.get("label_names") or ()
+    if len(names) == count:
+        return tuple(names)
+    subset = infer_imagenet_subset(dict(cfg))
+    if subset is None:
+        return _numbers(count)
+    info = ImageNetInfo(subset)
+    labels = [info.index_to_label_name(i) for i in range(count)]
+    names = [info.label_name_to_description(label) for label in labels]
+    seen = Counter(names)  # "crane" is a bird and a machine
+    return tuple(name if seen[name] == 1 else f"{name} ({label})" for name, label in zip(names, labels, strict=True))
+
+
+def _numbers(count: int) -> tuple[str, ...]:
+    return tuple(map(str, range(count)))

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tokamix.recipes import Recipe
+from tokamix.inference import InferenceConfig
+from tokamix.recipes import ClassifyRecipe
 
 
 def noise(seed: int, width: int = 40, height: int = 32) -> Image.Image:
@@ -22,8 +23,12 @@ def encoded(image: Image.Image, form: str = "PNG") -> bytes:
     return buffer.getvalue()
 
 
-def recipe(**values) -> Recipe:
-    return Recipe(**{"name": "test", "image_size": 16, "batch_size": 8} | values)
+def recipe(**values) -> ClassifyRecipe:
+    return ClassifyRecipe(**{"name": "test", "image_size": 16, "batch_size": 8} | values)
+
+
+def eval_config(**values) -> InferenceConfig:
+    return InferenceConfig(**{"task": "classify", "class_names": (), "image_size": 16} | values)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.dense.detectors import CLASSES, small
-from tokamix.dense import Recorded, create_segmenter
+from tokamix.dense import GraphedModel, create_segmenter
 from tokamix.dense.graphed import _compiled
 from tokamix.dense.segmenter import Segmenter
 
@@ -20,7 +20,7 @@ def segmenter() -> Segmenter:
 
 def test_what_cannot_be_recorded() -> None:
     with pytest.raises(ValueError, match="on a GPU and in evaluation mode, this one is on cpu, evaluating"):
-        Recorded(segmenter(), torch.randn(1, 3, 64, 64))
+        GraphedModel(segmenter(), torch.randn(1, 3, 64, 64))
 
 
 def test_copies_have_their_own_weights() -> None:
@@ -72,7 +72,7 @@ def test_recorded(method: str, compiled: bool) -> None:
         model.least_score = 0.0
     first, second = torch.randn(2, 2, 3, 96, 128, device="cuda").unbind()
     expected = model(first), model(second)
-    recorded = Recorded(model, first, compiled)
+    recorded = GraphedModel(model, first, compiled)
     recorded(first)
     assert_same(recorded(second), expected[1])
     assert_same(recorded(first), expected[0])
@@ -81,11 +81,11 @@ def test_recorded(method: str, compiled: bool) -> None:
     assert_same(recorded(first), model(first))
     assert len(pickle.dumps(model)) > 1000
     with torch.autocast("cuda", torch.bfloat16):
-        assert_same(Recorded(model, first, compiled=False)(second), model(second))
+        assert_same(GraphedModel(model, first, compiled=False)(second), model(second))
     with pytest.raises(ValueError, match="record again"):
         recorded(first[:1])
     if method != "semantic_fpn":
         sizes = [(48, 64), (192, 256)]
         assert_same(recorded(first, sizes), model(first, sizes=sizes))
         with pytest.raises(ValueError, match="multiples of 32"):
-            Recorded(model, first[..., :100], compiled)
+            GraphedModel(model, first[..., :100], compiled)

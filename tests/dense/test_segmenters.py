@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from tests.models.test_atmnet import TINY
 from tokamix import load_checkpoint
-from tokamix.dense import METHODS, Segmenter, create_backbone, create_segmenter, upernet
+from tokamix.dense import Segmenter, create_backbone, create_segmenter, upernet
 from tokamix.dense.segmenter import ConvNorm, segmentation_loss
 from tokamix.dense.semantic_fpn import SemanticFPNHead
 from tokamix.dense.upernet import PyramidPooling, UperHead
 from tokamix.models.atmnet import ATMNet
+from tokamix.tasks import METHODS
 
 SEGMENTERS = ["semantic_fpn", "upernet"]
 

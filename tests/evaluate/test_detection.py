@@ -158,7 +158,7 @@ def test_nothing_found(tmp_path: Path) -> None:
     assert metric.compute() == zeros
     metric.update(0, nothing)
     assert metric.compute() == zeros
-    assert metric._results(metric.found, "bbox") == []
+    assert metric._results(metric.detections, "bbox") == []
 
 
 def test_sizes_that_do_not_occur(tmp_path: Path) -> None:
@@ -233,12 +233,12 @@ def test_result_files(tmp_path: Path) -> None:
     metric = CocoAP(dataset, masks=True)
     found = {"boxes": torch.tensor([[1.0, 2, 11, 22]]), "labels": torch.tensor([2]), "scores": torch.tensor([0.25])}
     metric.update(3, found | {"masks": torch.ones(1, *SIZE)})
-    (row,) = metric._results(metric.found, "bbox")
+    (row,) = metric._results(metric.detections, "bbox")
     assert row == {"image_id": 13, "category_id": 90, "score": 0.25, "bbox": [1.0, 2.0, 10.0, 20.0]}
-    (row,) = metric._results(metric.found, "segm")
+    (row,) = metric._results(metric.detections, "segm")
     assert tools.decode(row["segmentation"]).all()
     assert tools.decode(row["segmentation"]).shape == SIZE
-    held = sum(len(mask["counts"]) for mask in metric.found[3].masks)
+    held = sum(len(mask["counts"]) for mask in metric.detections[3].masks)
     assert held < 20  # not the 52,000 pixels
 
 
@@ -246,25 +246,27 @@ def test_what_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for part in ("train", "val"):
         told = [thing(1, 10, [3, 4, 10, 8], iscrowd=int(part == "val"))]
         write_coco(tmp_path, part, content(1, told))
-    with pytest.raises(DataError, match="there is nothing to find: no image of the validation set has an annotation"):
+    with pytest.raises(DataError, match="there is nothing to detect: no image of the validation set has an annotation"):
         check_detection(create_dataset(str(tmp_path), "detect").val, masks=False)
     metric = CocoAP(create_dataset(str(tmp_path), "detect").train)
     one = {"boxes": torch.zeros(1, 4), "labels": torch.tensor([3]), "scores": torch.ones(1)}
     with pytest.raises(ValueError, match="a label is 3, but there are 3 classes, from 0"):
         metric.update(0, one)
-    with pytest.raises(ValueError, match="masks are to be measured, but the detections have none"):
+    with pytest.raises(ValueError, match="mask AP was requested, but the detections have no masks"):
         CocoAP(create_dataset(str(tmp_path), "detect").train, masks=True).update(
             0, {**one, "labels": torch.tensor([0])}
         )
     told = [{k: v for k, v in thing(1, 10, [3, 4, 10, 8]).items() if k != "segmentation"}]
     for part in ("train", "val"):
         write_coco(tmp_path, part, content(1, told, categories=CATEGORIES))
-    with pytest.raises(DataError, match="needs annotations with outlines, and those of the validation set have none"):
+    with pytest.raises(
+        DataError, match="mask AP needs annotations with outlines, but the validation set has boxes only"
+    ):
         CocoAP(create_dataset(str(tmp_path), "detect").val, masks=True)
     check_detection(create_dataset(str(tmp_path), "detect").val, masks=False)
     write_coco(tmp_path, "val", content(1, []))
     for masks in (True, False):
-        with pytest.raises(DataError, match="there is nothing to find"):
+        with pytest.raises(DataError, match="there is nothing to detect"):
             CocoAP(create_dataset(str(tmp_path), "detect").val, masks)
     monkeypatch.setitem(sys.modules, "pycocotools.coco", None)
     with pytest.raises(ImportError, match=r"average precision needs pycocotools: pip install 'tokamix\[detect\]'"):
@@ -283,9 +285,9 @@ def test_a_run_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.M
             run("detect", tmp_path / "run", create_dataset(str(tmp_path), "detect"), batch_size=1, **settings)
         assert not (tmp_path / "run/metrics.jsonl").exists()
 
-    refused([], "there is nothing to find: no image of the validation set has an annotation that counts")
+    refused([], "there is nothing to detect: no image of the validation set has an annotation that counts")
     masks = {"method": "mask_rcnn", "method_kwargs": {"width": 16, "regions": 16}}
-    refused([bare], "needs annotations with outlines, and those of the validation set have none", **masks)
+    refused([bare], "mask AP needs annotations with outlines, but the validation set has boxes only", **masks)
     monkeypatch.setitem(sys.modules, "pycocotools.coco", None)
     refused([good], "average precision needs pycocotools")
 
@@ -296,5 +298,5 @@ def test_masks_of_another_size(tmp_path: Path) -> None:
     metric = CocoAP(dataset, masks=True)
     found = detections(dataset.scene(0), 0)
     metric.update(0, {**found, "masks": found["masks"][:, :100]})
-    with pytest.raises(ValueError, match=r"scene 0 is 260x200 px, but a mask of it 260x100"):
+    with pytest.raises(ValueError, match=r"image 0 is 260x200 px, but one of its masks 260x100"):
         metric.compute()

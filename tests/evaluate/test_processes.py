@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command_deals_the_images_out(folder: Path) -> None:
     """One process tells what all of them saw."""
     command = ["eval", str(folder / "segment"), "--data", "shapes:32", "--device", "cpu", "--workers", "0"]
-    together = printed("tokamix.cli", *command)
+    together = printed("tokamix", *command)
     assert together.count("mIoU") == 1
     assert together == CliRunner().invoke(app, command).output
 
@@ -64,4 +64,4 @@ def test_two_processes_are_like_one(folder: Path) -> None:
     lonely.update(0, detections(dataset.scene(0), 0))
     assert first["things"] == alone.compute()
     assert first["things of one"] == lonely.compute()
-    assert "but a mask of it" in first["error"]
+    assert "but one of its masks" in first["error"]

@@ -13,7 +13,6 @@ from tests.train.tiny import TINY, tiny_data
 from tokamix.data import AnnotatedImage, DatasetSplits, create_dataset
 from tokamix.data.shapes import Shapes, ShapeScenes
 from tokamix.evaluate import CocoAP, MeanIoU, evaluate
-from tokamix.evaluate.dense import evaluate_dense
 from tokamix.models._registry import create_model
 
 
@@ -62,9 +61,7 @@ def whole(folder: Path) -> dict:
     answers: dict = {}
     for task in ("segment", "detect"):
         part = Counted(Shapes(7, 32, part="b", large=2), task)
-        answers[task] = evaluate_dense(
-            folder / task, DatasetSplits("few", part, part, part.classes, task), device="cpu"
-        )
+        answers[task] = evaluate(folder / task, DatasetSplits("few", part, part, part.classes, task), device="cpu")
         answers[f"{task} asked"] = part.asked
     model, data = model_and_data()
     seen: list[int] = []

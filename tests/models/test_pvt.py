@@ -169,7 +169,7 @@ def test_bad_sizes() -> None:
     with pytest.raises(ValueError, match=r"at least 32 px, got img_size=64x31"):
         create(img_size=(64, 31))
     wide = create(img_size=(64, 96))
-    with pytest.raises(ValueError, match="384 positions, 0 of them before the grid, has no square grid"):
+    with pytest.raises(ValueError, match="384 tokens, 0 of them prefix tokens, has no square grid"):
         checkpoint_filter_fn(wide.state_dict(), create(img_size=64))
 
 

@@ -45,7 +45,7 @@ def on_meta(name: str) -> nn.Module:
 
 def translate(module: nn.Module, name: str) -> str:
     """Our name of the authors' parameter `name` of `module`, which may be a part of a model."""
-    if isinstance(module, family.ConvStem):
+    if isinstance(module, family.XCiTStem):
         return family._translate(f"patch_embed.{name}").removeprefix("stem.")
     return family._translate(name)
 
@@ -112,7 +112,7 @@ def build(golden: SimpleNamespace) -> tuple[nn.Module, tuple[object, ...]]:
             positions = family.FourierPositions(ctor["dim"], ctor["hidden_dim"], ctor["temperature"])
             return load(positions, golden), ()
         case "ConvPatchEmbed":
-            stem = family.ConvStem(3, ctor["embed_dim"], ctor["patch_size"], nn.GELU)
+            stem = family.XCiTStem(3, ctor["embed_dim"], ctor["patch_size"], nn.GELU)
             return load(stem, golden), ()
     kwargs = {k: v for k, v in ctor.items() if k != "norm_layer"}
     model = family.XCiTSimA(class_depth=kwargs.pop("cls_attn_layers", 2), **kwargs)
@@ -126,7 +126,7 @@ def call(module: nn.Module, golden: SimpleNamespace, x: Tensor | None, args: tup
     out = module(x, *args)
     if isinstance(module, SimAClassAttention):
         return torch.cat([out, x[:, 1:]], dim=1)
-    return out.flatten(1, 2) if isinstance(module, family.ConvStem) else out
+    return out.flatten(1, 2) if isinstance(module, family.XCiTStem) else out
 
 
 @pytest.mark.parametrize("case", golden_cases("sima_"))

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.conftest import assert_golden, golden_cases, load_golden
 from tokamix.layers import channels_first, channels_last
 from tokamix.mixers import SuperTokenAttention
-from tokamix.models.stvit import Block, ConvFFN, ConvStem, STViT, checkpoint_filter_fn
+from tokamix.models.stvit import Block, ConvFFN, STViT, STViTStem, checkpoint_filter_fn
 
 OFFICIAL = Path(__file__).parent / "official"
 REFINE = {(True, True): "attention", (True, False): "conv", (False, True): "none"}
@@ -29,7 +29,7 @@ def build(name: str, ctor: dict[str, Any]) -> tuple[nn.Module, str, str]:
         kwargs["layer_scale"] = tuple(1e-6 if scaled else None for scaled in ctor["layerscale"])
         return STViT(**kwargs, dtype=dtype), "", ""
     if name == "PatchEmbed":
-        return ConvStem(ctor["in_channels"], ctor["out_channels"], dtype=dtype), "stem", "patch_embed"
+        return STViTStem(ctor["in_channels"], ctor["out_channels"], dtype=dtype), "stem", "patch_embed"
     if name == "Mlp":
         return ConvFFN(ctor["in_features"], ctor["hidden_features"], dtype=dtype), "mlp", "mlp2"
     if name == "Attention":
@@ -70,7 +70,7 @@ def run(part: nn.Module, x: Tensor) -> Tensor:
     """Call our part on the authors' (B, C, H, W)."""
     if isinstance(part, STViT):
         return part(x)
-    if isinstance(part, ConvStem):
+    if isinstance(part, STViTStem):
         return channels_first(part(x))
     grid = (x.shape[2], x.shape[3])
     return channels_first(part(channels_last(x).flatten(1, 2), grid).unflatten(1, grid))

@@ -17,7 +17,8 @@ import tokamix
 from tokamix.layers import PatchConv
 from tokamix.mixers.context_broadcast import ContextBroadcast
 from tokamix.models.swapped import VARIANTS
-from tokamix.swap import QKVSimA, SimAProduct
+from tokamix.swap.timm import QKVSimA
+from tokamix.swap.tokamix import SimAProduct
 
 PARAMETERS = {
     "deit_small_sima": 22_050_664,

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tests.train.tiny_dense import run, tiny_scenes
 from tokamix.cli import app
-from tokamix.data.annotated.transforms import shown
+from tokamix.data.annotated.transforms import transform_for_eval
 from tokamix.predict import Prediction, Predictor, class_map, find_pictures, load_predictor, predict, read_picture
 from tokamix.predict.draw import Things, class_colours, class_picture, colour, draw_segmentation, draw_things
 
@@ -119,7 +119,7 @@ def test_pictures_that_cannot_be_read(segmenter: Path, pictures: Path, tmp_path:
     (tmp_path / "empty").mkdir()
     assert "holds no picture" in call("predict", str(tmp_path / "empty"), "--run", str(segmenter), code=1)
     assert "there is no run" in call("predict", str(pictures), "--run", str(tmp_path / "none"), code=1)
-    assert "holds no segmenter or detector" in call("predict", str(pictures), "--run", str(pictures), code=1)
+    assert "neither a run's folder nor a timm model's" in call("predict", str(pictures), "--run", str(pictures), code=1)
 
 
 def test_pictures_lie_as_the_camera_says(tmp_path: Path) -> None:
@@ -132,18 +132,6 @@ def test_pictures_lie_as_the_camera_says(tmp_path: Path) -> None:
         assert torch.equal(turned.permute(1, 2, 0), torch.from_numpy(np.rot90(pixels, -1).copy()))
     Image.fromarray(pixels).convert("RGBA").save(tmp_path / "c.png", exif=exif)
     assert read_picture(tmp_path / "c.png").shape == (3, 3, 2)
-
-
-def test_the_pages_lines(detector: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/dense.md's Python for predictions."""
-    page = (Path(__file__).parents[2] / "docs" / "dense.md").read_text().partition("## Predict")[2]
-    lines = page.partition("```python\n")[2].partition("```")[0]
-    monkeypatch.chdir(pictures)
-    Path("runs").mkdir()
-    Path("runs/things").symlink_to(detector)
-    Path("portrait.jpg").write_bytes(Path("b.jpg").read_bytes())
-    exec(lines, {})
-    assert Path("overlay.png").is_file()
 
 
 def test_names_do_not_collide(segmenter: Path, pictures: Path, tmp_path: Path) -> None:
@@ -203,12 +191,12 @@ def test_many_classes(tmp_path: Path) -> None:
 def test_pictures_are_seen_as_in_evaluation(segmenter: Path) -> None:
     """To the pixel, also a single column, with which torch has a fault of its own."""
     predictor = load_predictor(segmenter, "cpu")
-    predictor.recipe = replace(predictor.recipe, scale=(400, 40))
-    mean, std = (torch.tensor(predictor.config[key])[:, None, None] for key in ("mean", "std"))
+    predictor.config = predictor.config.replace(scale=(400, 40))
+    mean, std = (torch.tensor(getattr(predictor.config, key))[:, None, None] for key in ("mean", "std"))
     for size in ((800, 1), (50, 70), (7, 90)):
         image = torch.randint(256, (3, *size), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
         scene = replace(tiny_scenes("detect").train.scene(0), image=image, masks=None)
-        expected = (shown(scene, predictor.recipe).image.float() / 255 - mean) / std
+        expected = (transform_for_eval(scene, predictor.config).image.float() / 255 - mean) / std
         seen = predictor._seen(image)
         assert seen.shape == expected.shape
         assert (seen - expected).abs().max() < 1e-6
@@ -221,22 +209,18 @@ def test_eval_of_a_run(segmenter: Path) -> None:
     assert "IoU of background" in out
     assert "unknown" not in out
     wrong = call("eval", str(segmenter), "--data", "shapes:32", "--device", "cpu", "--set", "lr=1", code=1)
-    assert "lr has no part in evaluation" in wrong
+    assert "'lr' is not an inference option" in wrong
     wrong = call("eval", str(segmenter), "--data", "shapes:32", "--image-size", "7", code=1)
-    assert "--image-size is for classifiers" in wrong
-    assert "holds a segmenter; use --set scale=[1333,800]" in wrong
-    wrong = call("eval", str(segmenter), "--data", "shapes:32", "--model", "nonsense", code=1)
-    assert "--model is for classifiers" in wrong
-    weights = str(segmenter / "model.safetensors")
-    assert f"is a file; give the run's folder, {segmenter}" in call("eval", weights, "--data", "shapes:32", code=1)
-    assert "is a file; give the run's folder" in call("predict", "a.png", "--run", weights, code=1)
+    assert "image_size has no effect for task segment" in wrong
+    out = call("eval", str(segmenter / "last.safetensors"), "--data", "shapes:32", "--device", "cpu", "--workers", "0")
+    assert "mIoU" in out
 
 
 def test_eval_of_a_detector(detector: Path) -> None:
     """What only segmenters do is refused."""
     for setting in ("test_flip=true", "test_scales=[0.5,1]", "window=64"):
         wrong = call("eval", str(detector), "--data", "shapes:32", "--device", "cpu", "--set", setting, code=1)
-        assert f"task detect does not know {setting.partition('=')[0]}; leave it out" in wrong
+        assert f"{setting.partition('=')[0]} has no effect for task detect; choose from" in wrong
 
 
 def test_train_by_command(tmp_path: Path) -> None:

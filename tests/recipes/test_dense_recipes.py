@@ -1,11 +1,13 @@
 """Recipes for segmentation and detection: the papers' tables row by row, iterations, rows, and their errors."""
 
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
-from tokamix.dense.saved import create_dense
-from tokamix.recipes import FOLDER, list_recipes, load_recipe, recipe_rows
+from tokamix.dense.saved import create_dense_model
+from tokamix.recipes import FOLDER, DetectRecipe, SegmentRecipe, list_recipes, load_recipe, recipe_rows
+from tokamix.tasks import METHODS
 
 NAMES = [name for name in list_recipes() if load_recipe(name).task != "classify"]
 OURS = {"shapes_segment", "shapes_detect", "small_segment", "small_detect"}
@@ -49,7 +51,7 @@ PRINTED = {
 }
 
 
-def test_every_schedule_is_there() -> None:
+def test_every_schedule_exists() -> None:
     assert set(NAMES) == OURS | set(STATED)
 
 
@@ -90,7 +92,7 @@ def test_schedules_of_the_methods() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_files(name: str, tmp_path: Path) -> None:
-    """A file survives being written and read, names its source, and can be dealt to processes."""
+    """A file survives a round trip through YAML, names its source, and its batch can be divided among processes."""
     for recipe in recipe_rows(name):
         assert recipe.name == name
         assert (recipe.source == "ours") == (name in OURS)
@@ -110,21 +112,21 @@ def test_models_build(name: str) -> None:
     config = {"task": recipe.task, "method": recipe.method, "neck": recipe.neck, "num_classes": 5}
     config |= {"backbone": recipe.model or "atmnet_xtiny", "method_args": recipe.method_kwargs}
     config["backbone_args"] = recipe.model_kwargs | {"device": "meta"}
-    model = create_dense(config, drop_path=recipe.drop_path)
+    model = create_dense_model(config, drop_path=recipe.drop_path)
     assert model.method == recipe.method
     assert model.num_classes == 5
     deepest = max((m.drop_prob or 0.0 for m in model.modules() if type(m).__name__ == "DropPath"), default=0.0)
     assert deepest == pytest.approx(recipe.drop_path or 0.0)
 
 
-def test_rows_of_ones_own(tmp_path: Path) -> None:
+def test_rows_in_user_files(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("extends: atmnet_mask_rcnn_1x\nepochs: 13\n")
     mine = load_recipe(path, model="atmnet_large")
     assert (mine.model, mine.drop_path, mine.epochs, mine.printed) == ("atmnet_large", 0.6, 13, {})
     assert load_recipe("atmnet_mask_rcnn_1x").model == "atmnet_tiny"
     assert load_recipe("atmnet_mask_rcnn_1x", ["model=atmnet_base"]).drop_path == 0.5
-    other = load_recipe("atmnet_mask_rcnn_1x", model="stvit_small")  # not in the table: what the file says itself
+    other = load_recipe("atmnet_mask_rcnn_1x", model="stvit_small")  # not in the table: the file's own values
     assert (other.model, other.drop_path, other.printed) == ("atmnet_tiny", None, {})
     path.write_text("rows: [atmnet_tiny]\n")
     with pytest.raises(ValueError, match=r"rows is .*, but must be a mapping of models to their values"):
@@ -138,23 +140,26 @@ SEGMENT = "task: segment\nmethod: upernet\ncrop_size: 32\nbatch_size: 4\n"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("task: segment\n", "method is none, but task segment has semantic_fpn, upernet"),
-        ("task: detect\nmethod: upernet\n", "method is upernet, but task detect has retinanet, mask_rcnn"),
-        ("method: upernet\n", "method upernet goes with task segment or detect"),
-        ("task: segment\nmethod: upernet\n", "task segment needs crop_size"),
-        (SEGMENT + "mixup: 0.8\n", "task segment does not know mixup; leave it out"),
+        ("task: segment\n", "task segment needs method: semantic_fpn or upernet"),
+        ("task: detect\nmethod: upernet\n", "method is 'upernet', but must be one of retinanet, mask_rcnn"),
+        ("method: upernet\n", "method belongs to task segment and detect, not classify; leave it out"),
+        ("task: segment\nmethod: upernet\n", "task segment needs crop_size: the side"),
+        (SEGMENT + "mixup: 0.8\n", "mixup belongs to task classify, not segment; leave it out"),
         (SEGMENT + "eval_every: 10\n", "eval_every 10 counts iterations; set `iterations` too"),
         (SEGMENT + "iterations: 25\neval_every: 10\n", "iterations 25 cannot be divided by eval_every 10"),
-        (SEGMENT + "iterations: 25\nwarmup_iterations: 25\n", "25 leaves .* 25; .* --set warmup_iterations=0"),
-        (SEGMENT + "scales: [480, 512]\n", "task segment does not know scales; leave it out"),
-        (DETECT + "test_flip: true\n", "task detect does not know test_flip; leave it out"),
-        (DETECT + "test_scales: [0.5, 1]\n", "task detect does not know test_scales; leave it out"),
-        (DETECT + "window: 64\n", "task detect does not know window; leave it out"),
-        (DETECT + "scale_range: [0.5, 2]\n", "task detect does not know scale_range; leave it out"),
-        (SEGMENT + "schedule: step\n", r"milestones \[\] do not go with schedule step"),
-        (SEGMENT + "milestones: [3]\n", r"milestones \[3\] do not go with schedule cosine"),
+        (
+            SEGMENT + "iterations: 25\nwarmup_iterations: 25\n",
+            "must be below iterations 25; .* warmup_iterations=0",
+        ),
+        (SEGMENT + "scales: [480, 512]\n", "scales belongs to task detect, not segment; leave it out"),
+        (DETECT + "test_flip: true\n", "test_flip belongs to task segment, not detect; leave it out"),
+        (DETECT + "test_scales: [0.5, 1]\n", "test_scales belongs to task segment, not detect; leave it out"),
+        (DETECT + "window: 64\n", "window belongs to task segment, not detect; leave it out"),
+        (DETECT + "scale_range: [0.5, 2]\n", "scale_range belongs to task segment, not detect; leave it out"),
+        (SEGMENT + "schedule: step\n", r"milestones \[\] do not fit schedule step"),
+        (SEGMENT + "milestones: [3]\n", r"milestones \[3\] do not fit schedule cosine"),
         (SEGMENT + "schedule: step\nmilestones: [30, 60]\n", r"must rise and stay below the 50 epochs"),
-        (SEGMENT + "schedule: step\nmilestones: 3\n", "milestones is 3, but must be a list of values, each a whole"),
+        (SEGMENT + "schedule: step\nmilestones: 3\n", "milestones is 3, but must be a list of values, each a number"),
         (SEGMENT + "scale_range: [2, 1]\n", "must be two rising numbers"),
         (SEGMENT + "scale: [512, 2048]\n", "must be the long side, then the short one"),
         (SEGMENT + "window: 64\nwindow_stride: 65\n", "window_stride 65 leaves gaps between windows of 64 px"),
@@ -172,4 +177,24 @@ def test_epochs_and_iterations_are_not_mixed() -> None:
     with pytest.raises(ValueError, match="it has 40000 iterations, not epochs; set iterations="):
         load_recipe("atmnet_semantic_fpn", ["epochs=3"])
     by_epochs = load_recipe("atmnet_semantic_fpn", ["epochs=30", "iterations=none", "eval_every=none"])
-    assert (by_epochs.rounds, load_recipe("atmnet_semantic_fpn").rounds) == (30, 10)
+    assert (by_epochs.evaluations, load_recipe("atmnet_semantic_fpn").evaluations) == (30, 10)
+
+
+@pytest.mark.parametrize("schema", [SegmentRecipe, DetectRecipe])
+def test_methods_exist(schema: type[SegmentRecipe | DetectRecipe]) -> None:
+    """The methods of a schema are those of tokamix.dense, which recipes do not import."""
+    task = get_args(get_type_hints(schema)["task"])[0]
+    assert get_args(get_type_hints(schema)["method"]) == tuple(METHODS[task])
+
+
+def test_short_schedules(caplog: pytest.LogCaptureFixture) -> None:
+    """Warm-up, milestones and evaluation interval scale with the length, unless they are overridden themselves."""
+    detect = load_recipe("atmnet_mask_rcnn_1x", ["epochs=3"])
+    assert (detect.epochs, detect.milestones, detect.warmup_iterations) == (3, (2.0, 2.75), 125)
+    assert "epochs changed from 12 to 3, so the schedule scales: warmup_iterations 500 -> 125" in caplog.text
+    segment = load_recipe("atmnet_upernet", ["iterations=600"])
+    assert (segment.warmup_iterations, segment.evaluations) == (5, load_recipe("atmnet_upernet").evaluations)
+    assert load_recipe("atmnet_upernet", ["iterations=25"]).evaluations == 5
+    assert load_recipe("atmnet_mask_rcnn_1x", ["epochs=3", "milestones=[1]"]).milestones == (1,)
+    small = load_recipe("small_segment", ["epochs=3"])
+    assert small.warmup_iterations == 3

@@ -1,6 +1,7 @@
 """Recipes: the schema and its errors, every file against the papers' numbers, and the page about them."""
 
 import dataclasses
+import logging
 import re
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,15 @@ import yaml
 from timm.data import create_transform
 
 import tokamix
-from tokamix.recipes import FOLDER, Recipe, list_recipes, load_recipe, make_recipe
+from tokamix.recipes import (
+    FOLDER,
+    ClassifyRecipe,
+    DetectRecipe,
+    SegmentRecipe,
+    create_recipe,
+    list_recipes,
+    load_recipe,
+)
 from tokamix.recipes.tables import fill, key_rows
 
 NAMES = [name for name in list_recipes() if load_recipe(name).task == "classify"]
@@ -67,7 +76,7 @@ STATED = {
 }
 
 
-def test_every_row_is_there() -> None:
+def test_every_row_exists() -> None:
     assert set(NAMES) == OURS | set(STATED)
 
 
@@ -82,8 +91,8 @@ def test_stated_numbers(name: str) -> None:
     assert re.fullmatch(r"(AMixer|ATMNet|STViT|SimA|CB), .*(section|Table).*", r.source)
 
 
-def test_what_sets_rows_apart() -> None:
-    """The settings that one paper, or one row, has for itself."""
+def test_settings_of_single_rows() -> None:
+    """Settings that only one paper or one row has."""
     recipes = {name: load_recipe(name) for name in STATED}
     assert {n for n, r in recipes.items() if r.drop_path_later} == {"stvit_large"}
     assert recipes["stvit_large"].drop_path_later == {260: 0.6}
@@ -103,7 +112,7 @@ def test_what_sets_rows_apart() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_files(name: str, tmp_path: Path) -> None:
-    """A file says what it comes from, survives being written and read, and names data and models that exist."""
+    """A file names its source, survives a round trip through YAML, and names models that exist."""
     recipe = load_recipe(name)
     assert recipe.name == name
     assert (recipe.source == "ours") == (name in OURS)
@@ -166,18 +175,18 @@ def test_models_build(name: str) -> None:
         ("drop_path_later={99: 0.1}", "drop_path_later names epoch 99 of 40; set it to {} for no change"),
         ("drop_path=1", "drop_path is 1, but must be a number of at least 0 and below 1, or none"),
         ("accumulate=3", "batch_size 32 cannot be divided by accumulate 3"),
-        ("warmup_epochs=40", "warmup_epochs 40 leaves nothing of epochs 40; set it lower"),
+        ("warmup_epochs=40", "warmup_epochs 40 must be below epochs 40; set it lower"),
         ("min_lr=1", r"min_lr 1 is above the learning rate 0\.002 at batch 32"),
         ("optimizer=admw", "timm has no optimizer 'admw'; did you mean adamw?"),
-        ("optimizer=zzzzzz", r"timm has no optimizer 'zzzzzz'; timm.optim.list_optimizers\(\) has them all"),
+        ("optimizer=zzzzzz", r"timm has no optimizer 'zzzzzz'; timm.optim.list_optimizers\(\) lists them"),
         ("augment=much", "augment is 'much', but must be none or start with one of 3-augment"),
         ("crop_scale=[0.9, 0.1]", "crop_scale is .*, but must be two rising numbers above 0"),
         ("crop_padding=2", "crop_scale and crop_padding are two kinds of crop"),
         ("repeated_augmentation=33", "33 copies of an image do not fit into a batch of 32"),
         ("distillation=hard", "hard distillation needs a teacher"),
         ("teacher=resnet18", "the teacher resnet18 is not used; set distillation to hard or soft"),
-        ("lr", "'lr' sets nothing: write key=value, such as lr=1e-3"),
-        ("lr=[1", r"'lr=\[1' sets no value that YAML can read"),
+        ("lr", "'lr' is not an override: write key=value, such as lr=1e-3"),
+        ("lr=[1", r"the value of 'lr=\[1' is not valid YAML"),
     ],
 )
 def test_bad_values(setting: str, message: str, tmp_path: Path) -> None:
@@ -203,8 +212,32 @@ def test_good_values() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.lr = 1.0  # type: ignore[misc]
     with pytest.raises(ValueError, match="recipe digits: epochs is -1"):
-        dataclasses.replace(recipe, epochs=-1)
-    assert make_recipe({"name": "mine"}) == Recipe(name="mine")
+        recipe.replace(epochs=-1)
+    with pytest.raises(ValueError, match="recipe digits: there is no key 'epoch'; did you mean epochs"):
+        recipe.replace(epoch=3)
+    assert recipe.replace(epochs=30).epochs == 30
+    assert create_recipe({"name": "mine"}) == ClassifyRecipe(name="mine")
+
+
+def test_short_schedules(caplog: pytest.LogCaptureFixture) -> None:
+    """Warm-up and stochastic depth scale with `epochs`; one notice says how."""
+    with caplog.at_level(logging.WARNING, "tokamix"):
+        short = load_recipe("deit_small_cb", ["epochs=3"])
+    assert (short.epochs, short.warmup_epochs) == (3, 0.05)
+    assert caplog.messages == ["epochs changed from 300 to 3, so the schedule scales: warmup_epochs 5 -> 0.05"]
+    assert load_recipe("deit_small_cb", ["epochs=3", "warmup_epochs=1"]).warmup_epochs == 1
+    assert load_recipe("stvit_large", ["epochs=30"]).drop_path_later == {26: 0.6}
+    assert load_recipe("stvit_large", ["epochs=1"]).drop_path_later == {}
+
+
+def test_task() -> None:
+    assert isinstance(load_recipe("digits", task="classify"), ClassifyRecipe)
+    assert isinstance(load_recipe("small_segment", task="segment"), SegmentRecipe)
+    assert isinstance(load_recipe("small_detect"), DetectRecipe)
+    with pytest.raises(ValueError, match="the recipe small_detect is for task detect, not segment; name another"):
+        load_recipe("small_detect", task="segment")
+    with pytest.raises(ValueError, match="recipe digits: crop_size belongs to task segment, not classify"):
+        load_recipe("digits", ["crop_size=32"])
 
 
 def test_batches() -> None:
@@ -222,7 +255,7 @@ def write(folder: Path, **files: str) -> None:
         (folder / f"{name}.yaml").write_text(text)
 
 
-def test_files_of_ones_own(tmp_path: Path) -> None:
+def test_user_files(tmp_path: Path) -> None:
     write(tmp_path, mine="extends: stvit_small\nepochs: 7\n", yours="extends: mine\nlr: 1e-2\nmodel_kwargs: {a: 1}\n")
     mine, yours = load_recipe(tmp_path / "mine.yaml"), load_recipe(tmp_path / "yours.yaml")
     assert (mine.name, mine.epochs, mine.model, mine.augment) == ("mine", 7, "stvit_small", "rand-m9-mstd0.5-inc1")
@@ -231,20 +264,20 @@ def test_files_of_ones_own(tmp_path: Path) -> None:
     write(tmp_path, ours="extends: mine.yaml\n", digits="extends: digits\nlr: 1\n", empty="")
     assert load_recipe(tmp_path / "ours.yaml").epochs == 7
     assert load_recipe(tmp_path / "digits.yaml").model_kwargs == load_recipe("digits").model_kwargs
-    assert load_recipe(tmp_path / "empty.yaml") == Recipe(name="empty")
+    assert load_recipe(tmp_path / "empty.yaml") == ClassifyRecipe(name="empty")
 
 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"a": "extends: b", "b": "extends: a"}, "extends itself, by way of a and b"),
-        ({"a": "extends: a.yaml"}, "extends itself, by way of a"),
+        ({"a": "extends: b", "b": "extends: a"}, "extends itself, through a and b"),
+        ({"a": "extends: a.yaml"}, "extends itself, through a"),
         ({"a": "extends: a"}, "there is no recipe 'a'"),
         ({"a": "extends: digit"}, "there is no recipe 'digit'; did you mean digits?"),
         ({"a": "extends: gone.yaml"}, r"there is no recipe file .*gone\.yaml"),
         ({"a": "- lr"}, "holds a list, but a recipe is lines of `key: value`"),
-        ({"a": "lr: ["}, "is no recipe in YAML"),
-        ({"a": "lr: 1\nlr: 2"}, "is no recipe in YAML: the key lr stands there twice"),
+        ({"a": "lr: ["}, "is not a recipe in YAML"),
+        ({"a": "lr: 1\nlr: 2"}, "is not a recipe in YAML: duplicate key lr"),
         ({"a": "extends: small\nlearning_rat: 1"}, "recipe a: there is no key 'learning_rat'"),
         ({"a": "3: 1"}, "recipe a: there is no key 3"),
         ({}, r"there is no recipe file .*a\.yaml"),
@@ -257,24 +290,24 @@ def test_bad_files(files: dict[str, str], message: str, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+def test_binary_file(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(ValueError, match="is no recipe in YAML"):
+    with pytest.raises(ValueError, match="is not a recipe in YAML"):
         load_recipe(tmp_path / "a.yaml")
 
 
 def test_unknown_recipe() -> None:
     with pytest.raises(ValueError, match=r"there is no recipe 'digit'; did you mean digits\?"):
         load_recipe("digit")
-    with pytest.raises(ValueError, match=r"`tokamix recipes` lists them, a file's name ends in \.yaml"):
+    with pytest.raises(ValueError, match=r"`tokamix recipes` lists them, and a file's name ends in \.yaml"):
         load_recipe("qqqqqqqq")
 
 
 def test_page(tmp_path: Path) -> None:
-    """The tables are what the recipes say, the code runs, and the example is a recipe."""
+    """The generated tables are up to date, the code runs, and the example is a recipe."""
     page = (ROOT / "docs/recipes.md").read_text()
     assert fill(page) == page, "run python -m tokamix.recipes.tables docs/recipes.md"
-    assert all(words for _, _, words in key_rows())
+    assert all(meaning for *_, meaning in key_rows())
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     exec(code, {})
     (example,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)

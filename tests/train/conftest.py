@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tokamix.train.output import run_folder
+
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -12,4 +14,4 @@ def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     def draw(rows: list, path: Path, shown: dict) -> None:
         path.write_bytes(b"drawn")
 
-    monkeypatch.setattr("tokamix.train.output.run_folder.draw_curves", draw)
+    monkeypatch.setattr(run_folder, "draw_curves", draw)

@@ -1,5 +1,6 @@
 """`tokamix train`, `eval` and `recipes`, as a user calls them."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,13 +49,13 @@ def test_errors_are_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def fail(*args, **kwargs):
         raise NotFiniteError("the loss is not finite at step 3")
 
-    monkeypatch.setattr("tokamix.train.train", fail)
+    monkeypatch.setattr(sys.modules["tokamix.train"], "train", fail)
     assert call("train", "--data", "digits", *here, code=1) == "error: the loss is not finite at step 3"
 
 
 @pytest.mark.parametrize("width", [80, 160])
 def test_recipes(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokamix.cli._cli.console", Console(width=width))
+    monkeypatch.setattr("tokamix.cli.recipes.console", Console(width=width))
     out = call("recipes")
     assert all(f" {name} " in out for name in list_recipes())
     assert "ATMNet, Tables 1 and 9: ATMNet-xT" in out

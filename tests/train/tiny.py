@@ -1,6 +1,5 @@
 """A run of a second: a few learnable images, a tiny model, a recipe."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 from tokamix.data import ArrayDataset, DatasetSplits
-from tokamix.recipes import Recipe
+from tokamix.recipes import ClassifyRecipe
 from tokamix.train import RunResult, train
 
-TINY = Recipe(
+TINY = ClassifyRecipe(
     name="tiny",
     model="columnar_tiny_softmax",
     model_kwargs={"patch_size": 4, "dim": 16, "depth": 2, "num_heads": 2, "mlp_ratio": 2},
@@ -48,7 +47,7 @@ def run(output: Path, data: DatasetSplits | str | None = None, **settings: Any) 
     others = {key: value for key, value in settings.items() if key not in recipe}
     model = others.pop("network", None)
     return train(
-        model, data or tiny_data(), replace(TINY, **recipe), output, **{"quiet": True, "device": "cpu", **others}
+        model, data or tiny_data(), TINY.replace(**recipe), output, **{"quiet": True, "device": "cpu", **others}
     )
 
 

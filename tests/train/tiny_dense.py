@@ -1,33 +1,34 @@
 """Dense runs of a few seconds: a handful of generated scenes, a tiny body, recipes."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tokamix.data.annotated.datasets import DatasetSplits
 from tokamix.data.shapes import Shapes, ShapeScenes
-from tokamix.recipes import Recipe
+from tokamix.recipes import DetectRecipe, Recipe, SegmentRecipe
 from tokamix.train import RunResult, train
 
-SEGMENT = Recipe(
+COMMON: dict[str, Any] = {
+    "model": "test_resnet",
+    "iterations": 6,
+    "eval_every": 3,
+    "batch_size": 4,
+    "lr": 5e-3,
+    "min_lr": 0.0,
+    "schedule": "poly",
+    "warmup_iterations": 0,
+    "clip_grad": 1.0,
+    "interpolation": "bilinear",
+}
+SEGMENT = SegmentRecipe(
     name="tiny_segment",
-    task="segment",
     method="semantic_fpn",
     method_kwargs={"width": 16, "neck_width": 16},
-    model="test_resnet",
-    iterations=6,
-    eval_every=3,
-    batch_size=4,
-    lr=5e-3,
-    min_lr=0.0,
-    schedule="poly",
-    warmup_iterations=0,
     crop_size=32,
-    clip_grad=1.0,
-    interpolation="bilinear",
+    **COMMON,
 )
-DETECT = replace(SEGMENT, name="tiny_detect", task="detect", method="retinanet", method_kwargs={"width": 16})
-RECIPES = {"segment": SEGMENT, "detect": DETECT}
+DETECT = DetectRecipe(name="tiny_detect", method="retinanet", method_kwargs={"width": 16}, **COMMON)
+RECIPES: dict[str, Recipe] = {"segment": SEGMENT, "detect": DETECT}
 
 
 def tiny_scenes(task: str, train: int = 10, val: int = 5, side: int = 32) -> DatasetSplits:
@@ -44,4 +45,4 @@ def run(task: str, output: Path, data: Any = None, **settings: Any) -> RunResult
     others = {key: value for key, value in settings.items() if key not in values}
     model = others.pop("backbone", None)
     common = {"quiet": True, "device": "cpu", **others}
-    return train(model, data or tiny_scenes(task), replace(recipe, **values), output, **common)
+    return train(model, data or tiny_scenes(task), recipe.replace(**values), output, **common)

@@ -1,5 +1,5 @@
 """The `tokamix` command."""
 
-from tokamix.cli._cli import app
+from tokamix.cli.main import app
 
 __all__ = ["app"]

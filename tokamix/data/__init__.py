@@ -1,28 +1,24 @@
 """Data sets by name or path, and batches of them on the device."""
 
 from tokamix.data.annotated.datasets import AnnotatedDataset, AnnotatedImage
-from tokamix.data.annotated.loader import AnnotatedLoader, create_annotated_loader
 from tokamix.data.create import create_dataset
 from tokamix.data.decode import DataError, decode
 from tokamix.data.images.datasets import ArrayDataset, ImageDataset
-from tokamix.data.images.loader import Loader, create_loader
 from tokamix.data.images.mixup import mix
 from tokamix.data.images.streams import ImageStream
+from tokamix.data.loading import Loader
 from tokamix.data.splits import DatasetSplits
 
 __all__ = [
     "AnnotatedDataset",
     "AnnotatedImage",
-    "AnnotatedLoader",
     "ArrayDataset",
     "DataError",
     "DatasetSplits",
     "ImageDataset",
     "ImageStream",
     "Loader",
-    "create_annotated_loader",
     "create_dataset",
-    "create_loader",
     "decode",
     "mix",
 ]

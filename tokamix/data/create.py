@@ -19,6 +19,8 @@ def create_dataset(
         from tokamix.data.images.sources import open_images
 
         return open_images(source, seed)
+    if task not in ("segment", "detect"):
+        raise ValueError(f"the task is {task!r}, but must be classify, segment or detect")
     from tokamix.data.annotated.datasets import open_annotated
 
     return open_annotated(source, task, seed)

@@ -28,7 +28,7 @@ def seed_everything(*parts: int | str) -> None:
 
 
 @contextmanager
-def kept_state() -> Iterator[None]:
+def preserve_rng_state() -> Iterator[None]:
     """Give the three generators back as they were: the training loop's own dropout must not notice the data."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from tokamix.bench.timing import median_ms
 from tokamix.checkpoint import load_checkpoint
 from tokamix.cost import count_exp, count_macs
-from tokamix.data import DatasetSplits, create_dataset, create_loader
+from tokamix.data import DatasetSplits, create_dataset
+from tokamix.data.images.loader import create_eval_loader
 from tokamix.demo.report import Cost, Course, Growth, Report, Result, render
 from tokamix.explain.receptive_field import receptive_field
 from tokamix.files import write_text
+from tokamix.inference import InferenceConfig
 from tokamix.mixers import list_mixers
 from tokamix.recipes import Recipe, load_recipe
 from tokamix.train import RunResult, train
@@ -30,10 +32,10 @@ from tokamix.train.setup.model import build_model
 BODY = "columnar_tiny"
 SHOWN = "2"  # the digit whose picture is looked into
 DOCS = {
-    "Training on your own images": "training.md",
+    "Training on your own images": "guides/train.md",
     "Recipes": "recipes.md",
-    "Swapping a mixer into a model you have": "swap.md",
-    "Adding a mixer of your own": "add-a-mixer.md",
+    "Swapping a mixer into a model you have": "guides/swap.md",
+    "Adding a mixer of your own": "guides/add-a-mixer.md",
     "Benchmarks": "benchmarks.md",
 }
 
@@ -205,7 +207,14 @@ class Example:
 
 def _example(data: DatasetSplits, recipe: Recipe) -> Example:
     labels = list(data.val.labels)
-    loader = create_loader(data.val, recipe, train=False, batch_size=len(labels))
+    config = InferenceConfig(
+        task="classify",
+        class_names=data.classes,
+        image_size=recipe.image_size,
+        crop_pct=recipe.crop_pct or 1.0,
+        interpolation=recipe.interpolation,
+    )
+    loader = create_eval_loader(data.val, config, batch_size=len(labels))
     images, _ = next(loader.epoch(0))
     image = images[labels.index(data.classes.index(SHOWN))]
     picture = image[0] - image[0].min()

@@ -19,8 +19,8 @@ from torchvision.ops.poolers import LevelMapper
 from tokamix.dense.backbone import DenseBackbone, DenseModel
 from tokamix.dense.fpn import FPN
 from tokamix.ops.mask_paste.op import paste_masks
-from tokamix.ops.nms.op import suppress
-from tokamix.ops.roi_align.op import align_regions
+from tokamix.ops.nms.op import batched_nms
+from tokamix.ops.roi_align.op import multiscale_roi_align
 
 Sizes = Sequence[tuple[int, int]]
 Target = dict[str, Tensor]
@@ -97,7 +97,7 @@ class Detector(DenseModel):
         scores, order = torch.where(valid, scores, 0).sort(-1, descending=True)
         count = leading(scores > 0)
         scores, boxes = scores[..., :count], pick(boxes, order[..., :count])
-        scores = torch.where(suppress(boxes, scores > 0, self.overlap), scores, 0).flatten(1)
+        scores = torch.where(batched_nms(boxes, scores > 0, self.overlap), scores, 0).flatten(1)
         best, index = scores.topk(min(self.most, scores.shape[1]), 1)
         found = leading(best > 0)
         best, index = best[:, :found], index[:, :found]
@@ -282,7 +282,7 @@ class LevelAlign(nn.Module):
         """Maps (B, C, H_i, W_i) and boxes (n_b, 4) of each image -> (sum of n_b, C, side, side)."""
         image = torch.cat([torch.full_like(one[:, 0], i, dtype=torch.int64) for i, one in enumerate(boxes)])
         every = torch.cat(list(boxes)).nan_to_num()  # an image of NaN must not cost the others of its batch
-        return align_regions(features, every, image, self.level_of([every]), self.side, self.strides)
+        return multiscale_roi_align(features, every, image, self.level_of([every]), self.side, self.strides)
 
 
 def finish(found: Target, size: tuple[int, int], wanted: tuple[int, int]) -> Target:

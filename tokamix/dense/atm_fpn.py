@@ -43,7 +43,7 @@ class AtmFPN(FPN):
     table 7 say the rest. What ATMFPN costs more than FPN depends on the backbone's channels C as 2 C^2 + 512 C per
     pixel, less twice 256^2. That is an ATM for *both* convolutions of a level, the 1x1 one (three embeddings C -> 256
     instead of one, and a projection) and the 3x3 one, each with an offset layer of its own that gives every channel its
-    own offsets (`share` 1). docs/dense.md compares the numbers. Strided convolutions beyond the last level stay.
+    own offsets (`share` 1). docs/guides/dense.md compares the numbers. Strided convolutions beyond the last level stay.
 
     Args:
         channels: of the backbone's levels, fine to coarse.

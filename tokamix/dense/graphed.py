@@ -15,7 +15,7 @@ from tokamix.dense.segmenter import Segmenter
 WARM_UP = 3  # calls, in which compilers and libraries choose their kernels
 
 
-class Recorded:
+class GraphedModel:
     """A segmenter or detector in evaluation mode, recorded as a CUDA graph; it is called as the model is.
 
     The model's blocks and heads are compiled in place. Precision is that of the moment: record inside `torch.autocast`,

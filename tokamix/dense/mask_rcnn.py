@@ -28,7 +28,7 @@ from tokamix.dense._detector import (
 )
 from tokamix.dense.backbone import DenseBackbone
 from tokamix.dense.fpn import FPN
-from tokamix.ops.nms.op import suppress
+from tokamix.ops.nms.op import batched_nms
 
 HIDDEN = 1024  # features of a box head
 MASK_SIDE = 28  # pixels of a mask that is learned
@@ -88,7 +88,7 @@ class ProposalNetwork(RegionProposalNetwork):
         boxes = clip(boxes, sizes)
         # what fills up a level is not, nor are scores of NaN
         valid = (boxes[..., 2:] - boxes[..., :2] >= self.min_size).all(-1) & (scores[..., 0] >= 0)
-        scores = torch.where(suppress(boxes, valid, self.nms_thresh), scores[..., 0], -1).flatten(1)
+        scores = torch.where(batched_nms(boxes, valid, self.nms_thresh), scores[..., 0], -1).flatten(1)
         best, index = scores.topk(min(self._post_nms_top_n[stage], scores.shape[1]), 1)
         boxes, valid = pick(boxes.flatten(1, 2), index), best >= 0
         whole = clip(F.pad(torch.full_like(boxes[:, :1, :2], torch.inf), (2, 0)), sizes)

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokamix.dense.backbone import DenseBackbone, DenseModel
-from tokamix.layers import Layers
+from tokamix.layers import FoldableSequential
+from tokamix.tasks import IGNORE_INDEX
 
-IGNORE = 255  # the label of pixels that count neither in training nor in evaluation
 AUX_WEIGHT = 0.4  # of the auxiliary loss
 
 
-class ConvNorm(Layers):
+class ConvNorm(FoldableSequential):
     """A convolution, BatchNorm and ReLU.
 
     The papers synchronise the BatchNorm over processes; training does so by converting the model, so that one process
@@ -116,7 +116,7 @@ def resize(x: Tensor, size: tuple[int, int] | torch.Size) -> Tensor:
 
 def segmentation_loss(logits: Tensor, target: Tensor) -> Tensor:
     """Cross entropy of logits (B, K, H, W) and classes (B, H, W), in float32, as a mean over all pixels."""
-    total = F.cross_entropy(logits.float(), target, ignore_index=IGNORE, reduction="sum")
+    total = F.cross_entropy(logits.float(), target, ignore_index=IGNORE_INDEX, reduction="sum")
     return total / max(target.numel(), 1)
 
 

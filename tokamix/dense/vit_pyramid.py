@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tokamix.layers import Layers
+from tokamix.layers import FoldableSequential
 
 
 def taps(depth: int) -> tuple[int, ...]:
@@ -38,7 +38,7 @@ class VitPyramid(nn.Module):
         self.channels: tuple[int, ...] = (dim,) * 4
         self.strides: tuple[int, ...] = (4, 8, 16, 32)
         # BatchNorm here and in the heads: the papers synchronise it over processes, which training does by conversion
-        four = Layers(
+        four = FoldableSequential(
             nn.ConvTranspose2d(dim, dim, 2, stride=2),
             nn.BatchNorm2d(dim),
             nn.GELU(),

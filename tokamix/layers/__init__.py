@@ -1,57 +1,39 @@
-"""Layers that the blocks of several families share."""
+"""Layers shared by the blocks of several model families."""
 
-from tokamix.layers._layers import (
-    GELU,
-    BatchNorm,
-    ConvEmbed,
-    DepthwiseConv,
-    ImageConv,
-    InputNorm,
-    Layers,
-    MapConv,
-    MapLayers,
-    PatchConv,
-    PatchEmbed,
-    PositionTable,
-    SoftmaxProduct,
-    channels_first,
-    channels_last,
-    fit_positions,
-    fold_ahead,
-    fold_back,
-    map_to_tokens,
-    merge_heads,
-    near_gelu,
-    normed,
-    recomputed,
-    split_heads,
-    tokens_to_map,
-)
+from tokamix.layers.activation import GELU, approximate_gelu
+from tokamix.layers.conv import DepthwiseConv, ImageConv, MapConv, PatchConv
+from tokamix.layers.embed import ConvEmbed, PatchEmbed
+from tokamix.layers.fold import FoldableSequential, MapSequential, fold_into_next, fold_into_previous
+from tokamix.layers.heads import SoftmaxProduct, merge_heads, split_heads
+from tokamix.layers.layout import channels_first, channels_last, map_to_tokens, tokens_to_map
+from tokamix.layers.norm import BatchNorm, RecomputedLayerNorm, apply_batch_norm
+from tokamix.layers.position import PositionEmbedding, fit_position_embeddings
+from tokamix.layers.recompute import recompute_in_backward
 
 __all__ = [
     "GELU",
     "BatchNorm",
     "ConvEmbed",
     "DepthwiseConv",
+    "FoldableSequential",
     "ImageConv",
-    "InputNorm",
-    "Layers",
     "MapConv",
-    "MapLayers",
+    "MapSequential",
     "PatchConv",
     "PatchEmbed",
-    "PositionTable",
+    "PositionEmbedding",
+    "RecomputedLayerNorm",
     "SoftmaxProduct",
+    "apply_batch_norm",
+    "approximate_gelu",
     "channels_first",
     "channels_last",
-    "fit_positions",
-    "fold_ahead",
-    "fold_back",
+    "fit_position_embeddings",
+    "fold_into_next",
+    "fold_into_previous",
     "map_to_tokens",
     "merge_heads",
-    "near_gelu",
-    "normed",
-    "recomputed",
+    "recompute_in_backward",
     "split_heads",
     "tokens_to_map",
 ]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tokamix.layers import tokens_to_map
 from tokamix.ops import active_gather_axes, active_gather_joint
-from tokamix.ops.active_token.op import Plan, plan_gather_axes
+from tokamix.ops.active_token.op import GatherPlan, plan_gather_axes
 from tokamix.ops.precision import autocast_dtype
 
 OFFSETS = ("axial", "joint", "zero")
@@ -73,7 +73,7 @@ class ActiveTokenMixer(nn.Module):
         self.fusion = Mlp(out_dim, max(out_dim // 4, 1), (directions + 1) * out_dim, **dd)
         self.proj = nn.Linear(out_dim, out_dim, **dd)
 
-    def forward(self, x: Tensor, grid: tuple[int, int], offset: Tensor | Plan | None = None) -> Tensor:
+    def forward(self, x: Tensor, grid: tuple[int, int], offset: Tensor | GatherPlan | None = None) -> Tensor:
         """Mix tokens.
 
         Args:
@@ -96,7 +96,7 @@ class ActiveTokenMixer(nn.Module):
             mixed = torch.addcmul(mixed, weight, branch)
         return self.proj(mixed)
 
-    def plan(self, x: Tensor, grid: tuple[int, int], offset: Tensor) -> Tensor | Plan:
+    def plan(self, x: Tensor, grid: tuple[int, int], offset: Tensor) -> Tensor | GatherPlan:
         """Offsets in the form that costs least where several mixers, on tokens like x, look by the same ones.
 
         In inference mode alone: checkpoints do not see gradients through a plan, and it takes more memory.
@@ -106,16 +106,16 @@ class ActiveTokenMixer(nn.Module):
         if self.offsets != "axial" or self.contexts > 1:
             return offset
         plan = plan_gather_axes(tokens_to_map(x, grid), tokens_to_map(offset, grid))
-        return plan if isinstance(plan, Plan) else offset
+        return plan if isinstance(plan, GatherPlan) else offset
 
-    def _look(self, x: Tensor, grid: tuple[int, int], offset: Tensor | Plan | None) -> list[Tensor]:
+    def _look(self, x: Tensor, grid: tuple[int, int], offset: Tensor | GatherPlan | None) -> list[Tensor]:
         """What each direction sees: (B, H*W, contexts * C) each."""
         if self.offsets == "zero":
             return [x.repeat(1, 1, self.contexts) if self.contexts > 1 else x] * len(self.embed)
         if offset is None:
             raise ValueError("a mixer built with predict=False has no offsets of its own: pass offset")
         x = tokens_to_map(x, grid)
-        if isinstance(offset, Plan):
+        if isinstance(offset, GatherPlan):
             return [s.flatten(1, 2) for s in active_gather_axes(x, offset)]
         seen = []  # by context, then by direction
         for part in tokens_to_map(offset, grid).chunk(self.contexts, dim=-1):

@@ -1,6 +1,7 @@
 """Every backbone of the papers, registered with timm."""
 
 from tokamix.models import swapped
+from tokamix.models._registry import create_model, list_models
 from tokamix.models.amixer import AMixer, AMixerColumn
 from tokamix.models.atmnet import ATMNet
 from tokamix.models.bodies import ColumnarBody, PyramidBody, create_body
@@ -22,5 +23,7 @@ __all__ = [
     "STViT",
     "XCiTSimA",
     "create_body",
+    "create_model",
+    "list_models",
     "swapped",
 ]

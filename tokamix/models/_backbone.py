@@ -132,7 +132,7 @@ class Backbone(nn.Module):
         """Recompute blocks in the backward pass instead of keeping their activations."""
         self.grad_checkpointing = enable
         for module in self.modules():
-            if isinstance(module, Stage):
+            if isinstance(module, PyramidStage):
                 module.grad_checkpointing = enable
 
     @torch.jit.ignore
@@ -175,7 +175,7 @@ class Backbone(nn.Module):
         check_images(x, type(self).__name__, self.in_chans, self.min_side)
 
 
-class Stage(nn.Module):
+class PyramidStage(nn.Module):
     """An optional reduction of the map, optional positions, then blocks on its tokens.
 
     A block is called `block(x, grid)`, and so are the positions.
@@ -213,7 +213,7 @@ class Stage(nn.Module):
         return tokens_to_map(*self.tokens(x))
 
 
-class ClassTokenStage(Stage):
+class ClassTokenStage(PyramidStage):
     """A last stage whose blocks get a class token in front of the others."""
 
     def __init__(

@@ -20,13 +20,13 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tokamix.layers import GELU, PatchEmbed, map_to_tokens, tokens_to_map
 from tokamix.mixers import WeightMixing
-from tokamix.models._backbone import Column, Pyramid, Stage, image_cfg, rename
+from tokamix.models._backbone import Column, Pyramid, PyramidStage, image_cfg, rename
 from tokamix.ops import resize_bank
 
 Pair = tuple[int, int]
 
 
-class Stem(PatchEmbed):
+class AMixerStem(PatchEmbed):
     """Patches of images, those at the right and bottom filled up with zeros."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class Block(nn.Module):
         return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
 
 
-class WindowStage(Stage):
+class WindowStage(PyramidStage):
     """A stage whose blocks share a window, and perhaps an embedding of the positions in it for their policies."""
 
     def __init__(
@@ -187,7 +187,7 @@ class AMixer(Pyramid):
             {"num_chs": dim, "reduction": self.patch_size * 2**i, "module": f"stages.{i}"} for i, dim in enumerate(dims)
         ]
         self.window_sizes = window_sizes
-        self.stem = Stem(in_chans, dims[0], self.patch_size, eps=1e-5, **dd)
+        self.stem = AMixerStem(in_chans, dims[0], self.patch_size, eps=1e-5, **dd)
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         stages = []
         for i, (dim, (window, shift)) in enumerate(zip(dims, self._windows(img_size), strict=True)):
@@ -296,7 +296,7 @@ class AMixerColumn(Column):
         self.in_chans, self.patch_size = in_chans, patch_size
         self.feature_info = [{"num_chs": dim, "reduction": patch_size, "module": f"blocks.{i}"} for i in range(depth)]
         grid = self._grid(img_size)
-        self.stem = Stem(in_chans, dim, patch_size, eps=1e-6, **dd)
+        self.stem = AMixerStem(in_chans, dim, patch_size, eps=1e-6, **dd)
         self.pos_embed = nn.Parameter(torch.empty(1, *grid, dim, **dd))
         self.blocks = nn.ModuleList(
             Block(

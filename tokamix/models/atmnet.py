@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from tokamix.layers import GELU, DepthwiseConv, MapConv, channels_last, map_to_tokens, tokens_to_map
 from tokamix.mixers.active_token import ActiveOffset, ActiveTokenMixer
-from tokamix.models._backbone import Pyramid, Stage, image_cfg
-from tokamix.ops.active_token.op import Plan
+from tokamix.models._backbone import Pyramid, PyramidStage, image_cfg
+from tokamix.ops.active_token.op import GatherPlan
 
 
 class ActiveBlock(nn.Module):
@@ -47,8 +47,8 @@ class ActiveBlock(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(
-        self, x: Tensor, grid: tuple[int, int], offset: Tensor | Plan | None
-    ) -> tuple[Tensor, Tensor | Plan | None]:
+        self, x: Tensor, grid: tuple[int, int], offset: Tensor | GatherPlan | None
+    ) -> tuple[Tensor, Tensor | GatherPlan | None]:
         """Tokens (B, H*W, C) and the stage's latest offsets -> the same, with new offsets if the block makes them."""
         if self.offset is not None:
             offset = self.mixer.plan(x, grid, self.offset(x))  # for the blocks that follow, too
@@ -68,7 +68,7 @@ class PositionEncoder(nn.Module):
         return self.conv(tokens_to_map(x, grid)).flatten(1, 2)
 
 
-class ActiveStage(Stage):
+class ActiveStage(PyramidStage):
     """A stage whose blocks share offsets until one of them makes new ones.
 
     The stage has one position encoder; as in the authors' code it runs before every block in `renewals`, where the
@@ -93,7 +93,7 @@ class ActiveStage(Stage):
         return tokens_to_map(x, grid)
 
 
-class PatchStem(MapConv):
+class ATMStem(MapConv):
     """Images (B, in_chans, H, W) -> a map of overlapping 7x7 patches, four pixels apart."""
 
     def __init__(self, in_chans: int, dim: int, device: Any = None, dtype: Any = None) -> None:
@@ -147,7 +147,7 @@ class ATMNet(Pyramid):
         dd = {"device": device, "dtype": dtype}
         super().__init__()
         self.in_chans = in_chans
-        self.stem = PatchStem(in_chans, dims[0], **dd)
+        self.stem = ATMStem(in_chans, dims[0], **dd)
         drop_paths = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         self.stages = nn.ModuleList()
         self.feature_info = []

@@ -1,8 +1,8 @@
-"""One body, many mixers: networks that differ in nothing but what mixes their tokens.
+"""Bodies: networks that differ only in their token mixer, for fair comparisons.
 
 `create_body(body, mixer)` puts any registered mixer into a column (DeiT's sizes, average pooling, no class token) or a
-pyramid (four stages, Swin's sizes). Stem, positions, depths, widths and MLPs stay the same, so a difference in accuracy
-or speed is the mixer's. Every pair is registered with timm as `<body>_<mixer>`, also for mixers that come later.
+pyramid (four stages, Swin's sizes). Stem, positions, depths, widths and MLPs stay the same, so differences in accuracy
+and speed are due to the mixer. Every pair is registered with timm as `<body>_<mixer>`, and so are mixers added later.
 """
 
 import difflib
@@ -14,16 +14,16 @@ from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer,
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from tokamix.layers import ConvEmbed, PatchEmbed, PositionTable
+from tokamix.layers import ConvEmbed, PatchEmbed, PositionEmbedding
 from tokamix.mixers.context_broadcast import ContextBroadcast
 from tokamix.mixers.registry import Site, create_mixer, get_mixer, watch_mixers
-from tokamix.models._backbone import Backbone, Column, Pyramid, Stage, image_cfg
+from tokamix.models._backbone import Backbone, Column, Pyramid, PyramidStage, image_cfg
 
 Pair = tuple[int, int]
 WEIGHT_INITS = ("fixed", "fan_in")
 
 
-class Stem(PatchEmbed):
+class BodyStem(PatchEmbed):
     """Patches of images, those at the right and bottom filled up with zeros."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class Body(Backbone):
         if self.weight_init == "fan_in" and module is not self.head:
             if isinstance(module, nn.Linear):
                 trunc_normal_(module.weight, std=module.in_features**-0.5)
-            elif isinstance(module, PositionTable):
+            elif isinstance(module, PositionEmbedding):
                 nn.init.normal_(module.table)
 
 
@@ -160,8 +160,8 @@ class ColumnarBody(Body, Column):
         self.in_chans = in_chans
         self.feature_info = [{"num_chs": dim, "reduction": patch_size, "module": f"blocks.{i}"} for i in range(depth)]
         grid = _grid(img_size, patch_size)
-        self.stem = Stem(in_chans, dim, patch_size, eps=1e-6, **dd)
-        self.pos_embed = PositionTable(dim, grid, **dd)
+        self.stem = BodyStem(in_chans, dim, patch_size, eps=1e-6, **dd)
+        self.pos_embed = PositionEmbedding(dim, grid, **dd)
         options: dict[str, Any] = {"mixer": mixer, "mlp_ratio": mlp_ratio, "act_layer": act_layer, **dd}
         options |= {"context_broadcast": context_broadcast, "mixer_kwargs": mixer_kwargs}
         rates = calculate_drop_path_rates(drop_path_rate, depth)
@@ -241,7 +241,7 @@ class PyramidBody(Body, Pyramid):
         self.feature_info = [
             {"num_chs": dim, "reduction": 4 * 2**i, "module": f"stages.{i}"} for i, dim in enumerate(dims)
         ]
-        self.stem = Stem(in_chans, dims[0], 4, eps=1e-6, **dd)
+        self.stem = BodyStem(in_chans, dims[0], 4, eps=1e-6, **dd)
         options: dict[str, Any] = {"mixer": mixer, "mlp_ratio": mlp_ratio, "act_layer": act_layer, **dd}
         options |= {"context_broadcast": context_broadcast, "mixer_kwargs": mixer_kwargs}
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
@@ -251,9 +251,9 @@ class PyramidBody(Body, Pyramid):
             sites = [Site(dim, num_heads[i], grid, stage=i, index=j) for j in range(depths[i])]
             blocks: list[nn.Module] = [Block(site, rate, **options) for site, rate in zip(sites, rates[i], strict=True)]
             if i == 0:
-                stages.append(Stage(blocks, pos_embed=PositionTable(dim, grid, **dd)))
+                stages.append(PyramidStage(blocks, pos_embed=PositionEmbedding(dim, grid, **dd)))
             else:
-                stages.append(Stage(blocks, Halving(dims[i - 1], dim, **dd)))
+                stages.append(PyramidStage(blocks, Halving(dims[i - 1], dim, **dd)))
         self.stages = nn.ModuleList(stages)
         self.norm = nn.LayerNorm(dims[-1], eps=1e-6, **dd)
         self._build_head(dims[-1], num_classes, global_pool, drop_rate, **dd)

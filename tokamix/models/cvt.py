@@ -17,19 +17,19 @@ from tokamix.layers import (
     ConvEmbed,
     MapConv,
     SoftmaxProduct,
+    apply_batch_norm,
     channels_last,
-    fold_back,
+    fold_into_previous,
     merge_heads,
-    normed,
     split_heads,
     tokens_to_map,
 )
-from tokamix.models._backbone import ClassTokenPyramid, ClassTokenStage, Stage, image_cfg, rename
+from tokamix.models._backbone import ClassTokenPyramid, ClassTokenStage, PyramidStage, image_cfg, rename
 
 Grid = tuple[int, int]
 
 
-class Stem(ConvEmbed):
+class CvTStem(ConvEmbed):
     """Overlapping patches of images."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,12 +49,12 @@ class ConvProjection(nn.Module):
 
     def forward(self, patches: Tensor, prefix: Tensor | None) -> Tensor:
         """Map (B, H, W, C) and prefix (B, P, C) -> tokens (B, P + h * w, C)."""
-        x = normed(self.norm, self.conv(patches)).flatten(1, 2)
+        x = apply_batch_norm(self.norm, self.conv(patches)).flatten(1, 2)
         return self.linear(x if prefix is None else torch.cat([prefix, x], dim=1))
 
     def reparameterize(self) -> None:
         """Fold the batch norm into the convolution, for inference; see `timm.utils.reparameterize_model`."""
-        self.norm = fold_back(self.conv, self.norm)
+        self.norm = fold_into_previous(self.conv, self.norm)
 
 
 class ConvAttention(nn.Module):
@@ -149,14 +149,14 @@ class CvT(ClassTokenPyramid):
         self.in_chans = in_chans
         act_layer = get_act_layer(act_layer)
         last = len(dims) - 1
-        self.stem = Stem(in_chans, dims[0], kernel_size=7, stride=4, padding=2, **dd)
+        self.stem = CvTStem(in_chans, dims[0], kernel_size=7, stride=4, padding=2, **dd)
         self.stages = nn.ModuleList()
         for i, (dim, depth, heads) in enumerate(zip(dims, depths, num_heads, strict=True)):
             rates = calculate_drop_path_rates(drop_path_rate if i == last else 0.0, depth)
             blocks = [Block(dim, heads, mlp_ratio, int(i == last), act_layer, rate, **dd) for rate in rates]
             downsample = ConvEmbed(dims[i - 1], dim, kernel_size=3, stride=2, padding=1, **dd) if i else None
             self.stages.append(
-                ClassTokenStage(dim, blocks, downsample, **dd) if i == last else Stage(blocks, downsample)
+                ClassTokenStage(dim, blocks, downsample, **dd) if i == last else PyramidStage(blocks, downsample)
             )
         self.norm = nn.LayerNorm(dims[-1], **dd)
         self.feature_info = [

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from tokamix.layers import (
     DepthwiseConv,
     PatchConv,
-    PositionTable,
+    PositionEmbedding,
+    apply_batch_norm,
     channels_last,
-    fit_positions,
-    fold_back,
-    normed,
+    fit_position_embeddings,
+    fold_into_previous,
     tokens_to_map,
 )
 from tokamix.models._backbone import Column, image_cfg, rename
@@ -68,15 +68,15 @@ class LocalMlp(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         """Patch tokens x (B, H * W, C) of grid (H, W) -> the same shape."""
-        x = self.act(normed(self.norm1, self.fc1(x)))
-        x = self.act(normed(self.norm2, self.conv(tokens_to_map(x, grid)))).flatten(1, 2)
-        return normed(self.norm3, self.fc2(self.se(x)))
+        x = self.act(apply_batch_norm(self.norm1, self.fc1(x)))
+        x = self.act(apply_batch_norm(self.norm2, self.conv(tokens_to_map(x, grid)))).flatten(1, 2)
+        return apply_batch_norm(self.norm3, self.fc2(self.se(x)))
 
     def reparameterize(self) -> None:
         """Fold the batch norms into the layers before them, for inference; see `timm.utils.reparameterize_model`."""
-        self.norm1 = fold_back(self.fc1, self.norm1)
-        self.norm2 = fold_back(self.conv, self.norm2)
-        self.norm3 = fold_back(self.fc2, self.norm3)
+        self.norm1 = fold_into_previous(self.fc1, self.norm1)
+        self.norm2 = fold_into_previous(self.conv, self.norm2)
+        self.norm3 = fold_into_previous(self.fc2, self.norm3)
 
 
 class Block(nn.Module):
@@ -107,7 +107,7 @@ class Block(nn.Module):
         return torch.cat([token, patches + self.mlp(patches, grid)], dim=1)
 
 
-class PatchEmbed(PatchConv):
+class LocalViTStem(PatchConv):
     """Images (B, in_chans, H, W) -> a map of patches; the sides are cropped to multiples of the patch's."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -160,9 +160,9 @@ class LocalViT(Column):
         super().__init__()
         self.in_chans = in_chans
         self.patch_size = self.min_side = patch_size
-        self.stem = PatchEmbed(in_chans, embed_dim, patch_size, **dd)
+        self.stem = LocalViTStem(in_chans, embed_dim, patch_size, **dd)
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **dd))
-        self.pos_embed = PositionTable(embed_dim, self._grid(img_size), prefix=1, mode="bicubic", **dd)
+        self.pos_embed = PositionEmbedding(embed_dim, self._grid(img_size), prefix=1, mode="bicubic", **dd)
         self.blocks = nn.ModuleList(
             Block(embed_dim, num_heads, mlp_ratio, se_reduction, rate, **dd)
             for rate in calculate_drop_path_rates(drop_path_rate, depth)
@@ -232,7 +232,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     for name, tensor in state.items():
         if name.endswith(("mlp.fc1.weight", "mlp.fc2.weight")):
             state[name] = tensor.flatten(1)
-    fit_positions(state, model)
+    fit_position_embeddings(state, model)
     return state
 
 

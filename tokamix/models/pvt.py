@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from tokamix.layers import (
     ConvEmbed,
     PatchEmbed,
-    PositionTable,
+    PositionEmbedding,
     SoftmaxProduct,
-    fit_positions,
+    fit_position_embeddings,
     merge_heads,
     split_heads,
     tokens_to_map,
 )
-from tokamix.models._backbone import ClassTokenPyramid, ClassTokenStage, Stage, image_cfg, rename
+from tokamix.models._backbone import ClassTokenPyramid, ClassTokenStage, PyramidStage, image_cfg, rename
 
 Grid = tuple[int, int]
 
@@ -142,10 +142,10 @@ class PVT(ClassTokenPyramid):
             blocks = [Block(*shape, act_layer, eps, embed_eps, rate, **dd) for rate in rates[i]]
             downsample = ConvEmbed(dims[i - 1], dim, 2, 2, eps=embed_eps, **dd) if i else None
             if i < len(dims) - 1:
-                self.stages.append(Stage(blocks, downsample, PositionTable(dim, grid, **dd)))
+                self.stages.append(PyramidStage(blocks, downsample, PositionEmbedding(dim, grid, **dd)))
             else:
                 self.stages.append(
-                    ClassTokenStage(dim, blocks, downsample, PositionTable(dim, grid, prefix=1, **dd), **dd)
+                    ClassTokenStage(dim, blocks, downsample, PositionEmbedding(dim, grid, prefix=1, **dd), **dd)
                 )
         self.norm = nn.LayerNorm(dims[-1], eps=eps, **dd)
         self._build_head(dims[-1], num_classes, global_pool, drop_rate, **dd)
@@ -154,7 +154,7 @@ class PVT(ClassTokenPyramid):
     @torch.jit.ignore
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Resize the tables of positions, so that images of this size are served without resizing them each time."""
-        tables = [module for module in self.modules() if isinstance(module, PositionTable)]
+        tables = [module for module in self.modules() if isinstance(module, PositionEmbedding)]
         for table, grid in zip(tables, self._grids(img_size), strict=False):  # a pruned model has fewer tables
             table.set_grid(grid)
 
@@ -200,7 +200,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     for name in [name for name in state if ".attn.key." in name]:  # transformers keeps keys and values apart
         both = (state.pop(name), state.pop(name.replace(".key.", ".value.")))
         state[name.replace(".key.", ".kv.")] = torch.cat(both)
-    fit_positions(state, model)
+    fit_position_embeddings(state, model)
     return state
 
 

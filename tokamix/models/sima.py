@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from tokamix.layers import (
     GELU,
     DepthwiseConv,
+    FoldableSequential,
     ImageConv,
-    InputNorm,
-    Layers,
     MapConv,
+    RecomputedLayerNorm,
     channels_first,
     channels_last,
     map_to_tokens,
@@ -40,7 +40,7 @@ LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 Grid = tuple[int, int]
 
 
-class ConvStem(Layers):
+class XCiTStem(FoldableSequential):
     """Halve the image with 3x3 convolutions, batch norm and activations until a patch is one token."""
 
     def __init__(
@@ -126,14 +126,14 @@ class Block(nn.Module):
         dd = {"device": device, "dtype": dtype}
         super().__init__()
         self.eta = eta
-        self.norm_attn = InputNorm(dim, eps=1e-6, **dd)
+        self.norm_attn = RecomputedLayerNorm(dim, eps=1e-6, **dd)
         self.attn = SimASelfAttention(dim, num_heads, qkv_bias, norm, **dd)
         self.scale_attn = nn.Parameter(torch.empty(dim, **dd))
         self.local = LocalPatchInteraction(dim, act_layer, **dd) if local_interaction else None
         if local_interaction:
-            self.norm_local = InputNorm(dim, eps=1e-6, **dd)
+            self.norm_local = RecomputedLayerNorm(dim, eps=1e-6, **dd)
             self.scale_local = nn.Parameter(torch.empty(dim, **dd))
-        self.norm_mlp = InputNorm(dim, eps=1e-6, **dd)
+        self.norm_mlp = RecomputedLayerNorm(dim, eps=1e-6, **dd)
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=act_layer, **dd)
         self.scale_mlp = nn.Parameter(torch.empty(dim, **dd))
         self.drop_path = DropPath(drop_path)
@@ -269,7 +269,7 @@ class XCiTSimA(Column):
             "eta": eta,
             **dd,
         }
-        self.stem = ConvStem(in_chans, embed_dim, patch_size, act_layer, **dd)
+        self.stem = XCiTStem(in_chans, embed_dim, patch_size, act_layer, **dd)
         self.pos_embed = FourierPositions(embed_dim, **dd) if use_pos else None
         self.blocks = nn.ModuleList(
             Block(local_interaction=local_interaction, drop_path=drop_path_rate, **shared) for _ in range(depth)

@@ -16,15 +16,15 @@ from tokamix.layers import (
     DepthwiseConv,
     ImageConv,
     MapConv,
-    MapLayers,
+    MapSequential,
     PatchConv,
+    apply_batch_norm,
     channels_last,
-    fold_ahead,
-    normed,
+    fold_into_next,
     tokens_to_map,
 )
 from tokamix.mixers import SuperTokenAttention
-from tokamix.models._backbone import Pyramid, Stage, image_cfg
+from tokamix.models._backbone import Pyramid, PyramidStage, image_cfg
 
 NATIVE_SIDE = 224  # the image side that relative position tables have one entry for each offset of
 
@@ -81,16 +81,16 @@ class Block(nn.Module):
         if self.cpe is not None:
             x = self.cpe(tokens_to_map(x, grid)).flatten(1, 2)
         x = x + self.drop_path(self.ls1(self.mixer(self.norm1(x), grid)))
-        z = normed(self.norm2, x)
+        z = apply_batch_norm(self.norm2, x)
         z = self.mlp(z, grid) if isinstance(self.mlp, ConvFFN) else self.mlp(z)
         return x + self.drop_path(self.ls2(z))
 
     def reparameterize(self) -> None:
         """Fold the BatchNorm into the layer after it, for inference; see `timm.utils.reparameterize_model`."""
-        self.norm2 = fold_ahead(self.norm2, self.mlp.fc1)
+        self.norm2 = fold_into_next(self.norm2, self.mlp.fc1)
 
 
-class ConvStem(MapLayers):
+class STViTStem(MapSequential):
     """Images (B, in_chans, H, W) -> a map of a quarter of their sides: four times convolution, GELU, BatchNorm."""
 
     def __init__(self, in_chans: int, dim: int, device: Any = None, dtype: Any = None) -> None:
@@ -109,7 +109,7 @@ class ConvStem(MapLayers):
         return self._call(others, channels_last(first(x)))
 
 
-class PatchEmbed(nn.Sequential):
+class STViTPatchStem(nn.Sequential):
     """Images (B, in_chans, H, W) -> a map of patches of 4x4 pixels; the sides are cropped to multiples of 4."""
 
     def __init__(self, in_chans: int, dim: int, device: Any = None, dtype: Any = None) -> None:
@@ -187,7 +187,9 @@ class STViT(Pyramid):
         self.feature_info = [
             {"num_chs": dim, "reduction": 4 * 2**i, "module": f"stages.{i}"} for i, dim in enumerate(dims)
         ]
-        self.stem: nn.Module = ConvStem(in_chans, dims[0], **dd) if conv_stem else PatchEmbed(in_chans, dims[0], **dd)
+        self.stem: nn.Module = (
+            STViTStem(in_chans, dims[0], **dd) if conv_stem else STViTPatchStem(in_chans, dims[0], **dd)
+        )
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         stages = []
         for i, dim in enumerate(dims):
@@ -214,14 +216,16 @@ class STViT(Pyramid):
             ]
             downsample = None
             if i > 0:
-                downsample = MapLayers(
+                downsample = MapSequential(
                     MapConv(dims[i - 1], dim, 3, stride=2, padding=1, **dd), nn.BatchNorm1d(dim, **dd)
                 )
-            stages.append(Stage(blocks, downsample))
+            stages.append(PyramidStage(blocks, downsample))
         self.stages = nn.ModuleList(stages)
         self.norm = nn.LayerNorm(dims[-1], eps=1e-6, **dd)
         if projection:
-            self.norm = MapLayers(nn.Linear(dims[-1], projection, **dd), nn.BatchNorm1d(projection, **dd), nn.SiLU())
+            self.norm = MapSequential(
+                nn.Linear(dims[-1], projection, **dd), nn.BatchNorm1d(projection, **dd), nn.SiLU()
+            )
         self._build_head(projection or dims[-1], num_classes, global_pool, drop_rate, **dd)
         self.init_weights(needs_reset=False)
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from tokamix.dense.segmenter import IGNORE
+from tokamix.tasks import IGNORE_INDEX
 
 LEAST = 480  # smaller pictures are enlarged so far, in whole steps, that one can read what is written on them
 INK, PAPER, SOFT = (33, 37, 41), (255, 255, 255), (120, 126, 133)
@@ -66,11 +66,11 @@ def class_picture(labels: Tensor, classes: Sequence[str]) -> Image.Image:
 
     A palette has room for 255 classes; more of them are a grey picture of 16 bits, in which no value is kept free.
     """
-    if len(classes) > IGNORE:
+    if len(classes) > IGNORE_INDEX:
         return Image.fromarray(labels.cpu().numpy().astype(np.uint16))
     picture = Image.fromarray(labels.to(torch.uint8).cpu().numpy(), mode="P")
     flat = [value for rgb in class_colours(classes) for value in rgb]
-    picture.putpalette(flat + [0] * (3 * IGNORE - len(flat)) + list(PAPER))
+    picture.putpalette(flat + [0] * (3 * IGNORE_INDEX - len(flat)) + list(PAPER))
     return picture
 
 
@@ -81,7 +81,7 @@ def draw_segmentation(image: Tensor, labels: Tensor, classes: Sequence[str], leg
     """
     colours = np.array([*class_colours(classes), PAPER], dtype=np.float32)
     index = labels.cpu().numpy().astype(np.int64)
-    index = np.where(index == IGNORE, len(classes), index)
+    index = np.where(index == IGNORE_INDEX, len(classes), index)
     pixels = image.permute(1, 2, 0).cpu().numpy().astype(np.float32)
     painted = 0.65 * colours[index] + 0.35 * _grey(pixels)
     if classes and classes[0].lower() == "background":

@@ -17,11 +17,11 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from tokamix.data.annotated.datasets import AnnotatedImage, rle
-from tokamix.data.annotated.transforms import shown
+from tokamix.data.annotated.datasets import rle
+from tokamix.data.annotated.transforms import eval_transform
 from tokamix.data.decode import EXTENSIONS, DataError, scene_picture, upright
-from tokamix.dense.saved import Config, load_dense
-from tokamix.evaluate.dense import inference_recipe, segment_images
+from tokamix.evaluate.segmentation import segment_images
+from tokamix.inference import InferenceConfig, load_model
 from tokamix.predict.draw import Things, class_picture, draw_segmentation, draw_things
 
 Picture = str | Path | Image.Image | Tensor
@@ -43,14 +43,11 @@ class Predictor:
 
     Args:
         model: it is used as it is, in evaluation mode.
-        config: what config.json says of it.
-        score: detections below it are left out.
+        config: preprocessing, class names and test-time options.
     """
 
-    def __init__(self, model: Any, config: Config, score: float = 0.3) -> None:
-        self.model, self.config, self.score = model, config, score
-        self.classes: tuple[str, ...] = tuple(config["label_names"])
-        self.recipe = inference_recipe(config)
+    def __init__(self, model: Any, config: InferenceConfig) -> None:
+        self.model, self.config, self.classes = model, config, config.class_names
 
     @torch.no_grad()
     def __call__(self, picture: Picture) -> Prediction:
@@ -61,21 +58,19 @@ class Predictor:
         training = self.model.training
         self.model.eval()
         try:
-            if self.config["task"] == "segment":
-                return Prediction(segmentation=segment_images(self.model, images, size, self.recipe)[0].cpu())
+            if self.config.task == "segment":
+                return Prediction(segmentation=segment_images(self.model, images, size, self.config)[0].cpu())
             found = self.model(images, sizes=[size])[0]
         finally:
             self.model.train(training)
-        kept = found["scores"] >= self.score
+        kept = found["scores"] >= self.config.score_threshold
         return Prediction(**{key: value[kept].cpu() for key, value in found.items()})
 
     def _seen(self, pixels: Tensor) -> Tensor:
         """Pixels as the model was trained to see them."""
         device = next(self.model.parameters()).device
-        none = torch.zeros(0, 4)
-        scene = AnnotatedImage(pixels, none, none[:, 0].long(), None, none[:, 0].bool(), None, image_id=0, name="")
-        pixels = shown(scene, self.recipe).image  # as in evaluation
-        mean, std = (torch.tensor(self.config[key], device=device)[:, None, None] for key in ("mean", "std"))
+        pixels = eval_transform(pixels, self.config)
+        mean, std = (torch.tensor(getattr(self.config, key), device=device)[:, None, None] for key in ("mean", "std"))
         return (pixels.to(device).float() / 255 - mean) / std
 
     def draw(self, picture: Picture, prediction: Prediction) -> Image.Image:
@@ -96,8 +91,11 @@ def draw(pixels: Tensor, prediction: Prediction, classes: tuple[str, ...], legen
 
 def load_predictor(run: str | Path, device: str | None = None, score: float = 0.3) -> Predictor:
     """The best model of a run's folder, on a GPU where there is one."""
-    model, config = load_dense(run)
-    return Predictor(model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")), config, score)
+    model, config = load_model(run)
+    if config.task == "classify":
+        raise ValueError(f"{run} holds a classifier; prediction needs a segmenter or detector")
+    model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return Predictor(model, config.replace(score_threshold=score))
 
 
 def read_picture(picture: Picture) -> Tensor:
@@ -208,11 +206,11 @@ class Detections:
     """Detections in the form of COCO's annotation files, with a score for each.
 
     Args:
-        config: what config.json says of the model.
+        config: category ids and class names of the model.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.ids, self.names = config["category_ids"], config["label_names"]
+    def __init__(self, config: InferenceConfig) -> None:
+        self.ids, self.names = config.category_ids, config.class_names
         self.images: list[dict[str, Any]] = []
         self.annotations: list[dict[str, Any]] = []
 

@@ -1,21 +1,17 @@
 """Recipes: how a model is trained, as data."""
 
-from tokamix.recipes.schema import (
-    FOLDER,
-    Recipe,
-    list_recipes,
-    load_overrides,
-    load_recipe,
-    make_recipe,
-    recipe_rows,
-)
+from tokamix.recipes.load import FOLDER, list_recipes, load_overrides, load_recipe, recipe_rows
+from tokamix.recipes.schema import ClassifyRecipe, DetectRecipe, Recipe, SegmentRecipe, create_recipe
 
 __all__ = [
     "FOLDER",
+    "ClassifyRecipe",
+    "DetectRecipe",
     "Recipe",
+    "SegmentRecipe",
+    "create_recipe",
     "list_recipes",
     "load_overrides",
     "load_recipe",
-    "make_recipe",
     "recipe_rows",
 ]

@@ -1,19 +1,20 @@
-"""The tables of the recipes' page; `python -m tokamix.recipes.tables docs/recipes.md` writes them again."""
+"""Generate the tables of docs/recipes.md: `python -m tokamix.recipes.tables docs/recipes.md`."""
 
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING
 from pathlib import Path
 
-from tokamix.recipes import Recipe, list_recipes, recipe_rows
+from tokamix.recipes.load import list_recipes, recipe_rows
+from tokamix.recipes.schema import RECIPES, Recipe, default_of, type_hints
 
 TITLES = ("recipe", "model", "data", "length", "printed", "source")
 LABELS = {"miou": "mIoU", "miou_ms": "mIoU, multi-scale", "box_ap": "box AP", "mask_ap": "mask AP"}
 
 
 def rows(dense: bool) -> list[tuple[str, str, str, str, str, str]]:
-    """One row of text for each recipe and model, under TITLES: those of a paper together, ours first."""
+    """One row of text for each recipe and model, under TITLES, grouped by paper, ours first."""
     recipes = [recipe for name in list_recipes() for recipe in recipe_rows(name)]
     chosen = [recipe for recipe in recipes if (recipe.task != "classify") == dense]
     chosen.sort(key=lambda r: (r.source != "ours", r.source.partition(",")[0]))
@@ -21,7 +22,7 @@ def rows(dense: bool) -> list[tuple[str, str, str, str, str, str]]:
 
 
 def duration(recipe: Recipe) -> str:
-    """How long it trains, in words."""
+    """The length of training, in words."""
     if recipe.iterations is None:
         return f"{recipe.epochs} epochs"
     count = recipe.iterations
@@ -30,21 +31,30 @@ def duration(recipe: Recipe) -> str:
 
 def printed(recipe: Recipe) -> str:
     """The numbers that the paper prints."""
-    if recipe.task == "classify":
-        return str(recipe.top1 or "")
-    return ", ".join(f"{value} {LABELS.get(key, key)}" for key, value in recipe.printed.items())
+    numbers = getattr(recipe, "printed", {})  # of dense recipes
+    words = ", ".join(f"{value} {LABELS.get(key, key)}" for key, value in numbers.items())
+    return words or str(getattr(recipe, "top1", None) or "")
 
 
-def key_rows() -> list[tuple[str, str, str]]:
-    """One row for each key of a recipe: its name, its default, what it is."""
-    words = dict(re.findall(r"^ {8}(\w+): (.+)$", Recipe.__doc__ or "", re.MULTILINE))
-    rows = []
-    for f in fields(Recipe):
-        default = f.default if f.default_factory is MISSING else f.default_factory()
-        shown = "" if default is MISSING else "none" if default is None else default
-        shown = list(shown) if isinstance(shown, tuple) else str(shown).lower() if isinstance(shown, bool) else shown
-        rows.append((f.name, str(shown), words[f.name]))
-    return rows
+def key_rows() -> list[tuple[str, str, str, str]]:
+    """One row for each key of the recipes: its name, the tasks that have it, its default and its meaning."""
+    classes = dict.fromkeys(c for schema in RECIPES.values() for c in reversed(schema.mro()) if issubclass(c, Recipe))
+    ordered = sorted(classes, key=lambda schema: len(schema.mro()))  # shared keys first
+    rows: dict[str, tuple[str, str, str, str]] = {}
+    for schema in ordered:
+        meanings = dict(re.findall(r"^ {8}(\w+): (.+)$", schema.__doc__ or "", re.MULTILINE))
+        for key in type_hints(schema):
+            tasks = [task for task, other in RECIPES.items() if key in type_hints(other)]
+            default = "classify" if key == "task" else default_of(schema, key)
+            shown = "required" if default is MISSING else "none" if default is None else default
+            shown = list(shown) if isinstance(shown, tuple) else shown
+            shown = str(shown).lower() if isinstance(shown, bool) else str(shown)
+            row = key, "all" if len(tasks) == len(RECIPES) else ", ".join(tasks), shown, meanings.get(key, "")
+            if key not in rows:
+                rows[key] = row
+            elif key == "method":
+                rows[key] = key, row[1], shown, f"{rows[key][3].rstrip('.')} (segment); {row[3].rstrip('.')} (detect)."
+    return list(rows.values())
 
 
 def markdown(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -55,15 +65,15 @@ def markdown(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def fill(page: str) -> str:
-    """The page with its tables as they are now; each stands between `<!-- name -->` and `<!-- end -->`."""
+    """The page with its tables regenerated; each stands between `<!-- name -->` and `<!-- end -->`."""
     tables = {
         "recipes": markdown((*TITLES[:4], "top-1", TITLES[5]), rows(dense=False)),
         "dense recipes": markdown(TITLES, rows(dense=True)),
-        "keys": markdown(("key", "default", "what it is"), key_rows()),
+        "keys": markdown(("key", "task", "default", "meaning"), key_rows()),
     }
     for name, table in tables.items():
         if f"<!-- {name} -->" not in page:
-            raise ValueError(f"the page has no place <!-- {name} --> for a table")
+            raise ValueError(f"the page has no marker <!-- {name} --> for a table")
         before, start, rest = page.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")
         page = f"{before}{start}\n{table}\n{end}{after}"

@@ -1,19 +1,7 @@
-"""Another mixer, or context broadcasting, in a model that exists."""
+"""Swap the mixer of an existing model, or insert context broadcasting into it."""
 
-from tokamix.swap._swap import (
-    QKVSimA,
-    SimAProduct,
-    SwapReport,
-    insert_context_broadcast,
-    remove_context_broadcast,
-    swap_mixer,
-)
+from tokamix.swap.context_broadcast import insert_context_broadcast, remove_context_broadcast
+from tokamix.swap.mixer import swap_mixer
+from tokamix.swap.report import SwapReport
 
-__all__ = [
-    "QKVSimA",
-    "SimAProduct",
-    "SwapReport",
-    "insert_context_broadcast",
-    "remove_context_broadcast",
-    "swap_mixer",
-]
+__all__ = ["SwapReport", "insert_context_broadcast", "remove_context_broadcast", "swap_mixer"]

@@ -3,15 +3,14 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import timm
 import torch
 from torch import nn
 
-from tokamix.dense.saved import load_dense, read_config
+from tokamix.inference import load_model
 from tokamix.recipes import Recipe, load_recipe
 from tokamix.train.loop.engine import Engine, Options
 from tokamix.train.loop.state import read_state
@@ -50,9 +49,7 @@ class RunResult:
 
     def load(self) -> Any:
         """The model with its best weights."""
-        if read_config(self.folder):
-            return load_dense(self.folder)[0]
-        return timm.create_model(f"local-dir:{self.folder}", pretrained=True)
+        return load_model(self.folder)[0]
 
 
 def train(
@@ -108,7 +105,7 @@ def train(
         chosen = recipe or ("small" if task in (None, "classify") else f"small_{task}")
         recipe = load_recipe(chosen, overrides, model=model if isinstance(model, str) else None)
     elif overrides:
-        raise ValueError("overrides go with the name of a recipe; for a recipe itself use dataclasses.replace")
+        raise ValueError("overrides go with the name of a recipe; for a recipe itself use recipe.replace")
     if task is not None and task != recipe.task:
         raise ValueError(f"the recipe {recipe.name} is for the task {recipe.task}, not {task}; name another recipe")
     if fsdp and recipe.task != "classify":
@@ -125,7 +122,7 @@ def train(
         loaders, learned = plan.equip(accelerator, {"workers": workers, "corrupt": corrupt})
         learned.prepare(plan.network)
         whole = recipe.compile and recipe.task == "classify"  # of other models, the task compiles what it can
-        wrapped, core, optimizer = distribute(accelerator, plan.network, replace(recipe, compile=whole), fsdp)
+        wrapped, core, optimizer = distribute(accelerator, plan.network, recipe.replace(compile=whole), fsdp)
         options = Options(save_every, log_every, skip_nan)
         engine = Engine(learned, wrapped, core, optimizer, loaders, recipe, folder, accelerator, options, settings)
         if state is not None:
@@ -144,7 +141,7 @@ def train(
             if main and not engine.finished:
                 trackers = stack.enter_context(closing(Trackers(folder.path, engine.update, settings, wandb)))
             engine.fit(
-                Display(title, recipe.rounds, engine.steps, engine.update, learned.shown, silent),
+                Display(title, recipe.evaluations, engine.steps, engine.update, learned.shown, silent),
                 trackers,
                 lambda best: folder.present(plan.config, recipe.to_dict(), plan.data, best, learned.shown),
             )

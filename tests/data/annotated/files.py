@@ -8,7 +8,8 @@ import numpy as np
 from PIL import Image
 
 from tests.data.conftest import noise
-from tokamix.recipes import Recipe
+from tokamix.inference import InferenceConfig
+from tokamix.recipes import Recipe, create_recipe
 
 CATEGORIES = [{"id": 3, "name": "cat"}, {"id": 7, "name": "dog"}, {"id": 90, "name": "owl"}]
 METHODS = {"segment": "semantic_fpn", "detect": "mask_rcnn"}
@@ -17,7 +18,11 @@ METHODS = {"segment": "semantic_fpn", "detect": "mask_rcnn"}
 def scene_recipe(task: str, **values: Any) -> Recipe:
     plain = {"name": "test", "task": task, "method": METHODS[task], "interpolation": "bilinear", "batch_size": 4}
     plain |= {"crop_size": 32} if task == "segment" else {}
-    return Recipe(**plain | values)
+    return create_recipe(plain | values)
+
+
+def scene_config(task: str, **values: Any) -> InferenceConfig:
+    return InferenceConfig(**{"task": task, "class_names": (), "interpolation": "bilinear"} | values)
 
 
 def thing(number: int, image: int, box: list[float], category: int = 3, **more: Any) -> dict[str, Any]:

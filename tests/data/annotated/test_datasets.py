@@ -10,8 +10,9 @@ from pycocotools import mask as tools
 
 from tests.data.annotated.files import blocks, content, thing, write_coco, write_pair
 from tokamix.data import DataError, create_dataset
-from tokamix.data.annotated.datasets import IGNORE, AnnotatedImage, classes_of_pixels, held_out, rle
+from tokamix.data.annotated.datasets import AnnotatedImage, classes_of_pixels, held_out, rle
 from tokamix.data.shapes import CLASSES, Shapes
+from tokamix.tasks import IGNORE_INDEX
 
 
 def test_shapes_for_both_tasks() -> None:
@@ -88,7 +89,7 @@ def test_things_drawn_over_each_other() -> None:
     scene = AnnotatedImage(image, none, torch.tensor([4, 0, 7]), masks, torch.tensor([0, 0, 1]).bool(), None, 0, "x")
     drawn = classes_of_pixels(scene)
     assert drawn[2:4, 2:4].unique().tolist() == [5]  # the small one is in front
-    assert drawn[0].tolist() == [1] * 5 + [IGNORE]  # and the crowd behind all
+    assert drawn[0].tolist() == [1] * 5 + [IGNORE_INDEX]  # and the crowd behind all
     with pytest.raises(DataError, match="x has boxes, but no masks to segment by"):
         classes_of_pixels(replace(scene, masks=None))
     assert scene.label == 7
@@ -126,8 +127,8 @@ def test_unknown_sources() -> None:
         create_dataset("/nowhere/at/all", "detect")
     with pytest.raises(DataError, match="shapes:8 is no size; write shapes:128, with at least 16 px"):
         create_dataset("shapes:8", "detect")
-    with pytest.raises(ValueError, match="no scenes for the task 'classify'; it is segment or detect"):
-        create_dataset("shapes", "classify")
+    with pytest.raises(ValueError, match="the task is 'sort', but must be classify, segment or detect"):
+        create_dataset("shapes", "sort")
 
 
 def test_options(tmp_path: Path) -> None:

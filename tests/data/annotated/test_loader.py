@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from tests.data.annotated.files import blocks, content, scene_recipe, thing, write_coco, write_pair
-from tokamix.data import AnnotatedDataset, DataError, create_annotated_loader, create_dataset
-from tokamix.data.annotated.loader import _packed, _unpacked
+from tests.data.annotated.files import blocks, content, scene_config, scene_recipe, thing, write_coco, write_pair
+from tokamix.data import AnnotatedDataset, DataError, create_dataset
+from tokamix.data.annotated.loader import _packed, _unpacked, create_eval_loader, create_train_loader
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 RAW = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255,) * 3}  # pixels from 0 to 255
@@ -32,10 +32,12 @@ def sets() -> dict[str, AnnotatedDataset]:
 def batches(
     dataset: AnnotatedDataset, task: str, epoch: int = 0, start: int = 0, train: bool = True, **more: Any
 ) -> list:
-    values = {"seed": more.pop("seed", 0), **(MOVED[task] if train else {})} | more.pop("values", {})
-    loader = create_annotated_loader(
-        dataset, scene_recipe(task, **values), task, train=train, **{"batch_size": 8} | more
-    )
+    values = more.pop("values", {})
+    if train:
+        recipe = scene_recipe(task, **{"seed": more.pop("seed", 0), **MOVED[task], **values})
+        loader = create_train_loader(dataset, recipe, **{"batch_size": 8} | more)
+    else:
+        loader = create_eval_loader(dataset, scene_config(task, **values), **{"batch_size": 8} | more)
     return list(loader.epoch(epoch, start))
 
 
@@ -78,14 +80,14 @@ def test_workers_change_nothing(sets: dict, task: str, train: bool) -> None:
 
 
 @pytest.mark.parametrize("task", MOVED)
-@pytest.mark.parametrize("world", [2, 4])
-def test_processes_share_each_batch(sets: dict, task: str, world: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_processes_share_each_batch(sets: dict, task: str, world_size: int) -> None:
     whole = batches(sets[task], task)
-    for rank in range(world):
-        part = batches(sets[task], task, batch_size=8 // world, rank=rank, world=world)
+    for rank in range(world_size):
+        part = batches(sets[task], task, batch_size=8 // world_size, rank=rank, world_size=world_size)
         for (images, targets), (mine, my_targets) in zip(whole, part, strict=True):
-            assert same(list(images[rank::world]), list(mine))
-            assert same(list(targets[rank::world]), list(my_targets))
+            assert same(list(images[rank::world_size]), list(mine))
+            assert same(list(targets[rank::world_size]), list(my_targets))
 
 
 @pytest.mark.parametrize("task", MOVED)
@@ -113,11 +115,9 @@ def test_padding(norm: dict) -> None:
     """What is smaller than the crop lies in the upper left corner; beside it are zeros after normalisation, and 255."""
     dataset = create_dataset("shapes:16", "segment").val
     scene = dataset.scene(0)
-    loader = create_annotated_loader(
-        dataset, scene_recipe("segment", hflip=0.0), "segment", train=True, batch_size=128, **norm
-    )
+    loader = create_train_loader(dataset, scene_recipe("segment", hflip=0.0), batch_size=128, **norm)
     images, classes = next(iter(loader.epoch(0)))
-    place = loader.order(0).tolist().index(0)
+    place = loader.order.indices(0).tolist().index(0)
     assert torch.equal(classes[place, :16, :16], scene.segmentation.long())
     assert (classes[:, 16:] == 255).all()
     assert (classes[:, :, 16:] == 255).all()
@@ -128,13 +128,13 @@ def test_padding(norm: dict) -> None:
     torch.testing.assert_close(images[place, :, :16, :16], expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_to_evaluate_a_segmenter(sets: dict, world: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_to_evaluate_a_segmenter(sets: dict, world_size: int) -> None:
     """Every scene comes once, in order, with its target at the original size."""
     dataset, found = sets["segment"], []
-    for rank in range(world):
+    for rank in range(world_size):
         for images, targets in batches(
-            dataset, "segment", train=False, batch_size=5, rank=rank, world=world, values={"scale": (200, 64)}
+            dataset, "segment", train=False, batch_size=5, rank=rank, world_size=world_size, values={"scale": (200, 64)}
         ):
             assert len(images) == len(targets) <= 5
             for image, target in zip(images, targets, strict=True):
@@ -144,7 +144,7 @@ def test_to_evaluate_a_segmenter(sets: dict, world: int) -> None:
                 assert torch.equal(target["segmentation"], dataset.scene(target["index"]).segmentation.long())
                 found.append(target["index"])
     assert sorted(found) == list(range(128))
-    assert world > 1 or found == list(range(128))
+    assert world_size > 1 or found == list(range(128))
 
 
 def test_to_train_a_detector(sets: dict) -> None:
@@ -180,7 +180,7 @@ def test_masks_only_where_they_are_needed(sets: dict, tmp_path: Path) -> None:
         write_coco(tmp_path, part, content(8, told))
     boxes_alone = create_dataset(str(tmp_path), "detect").train
     assert "masks" not in batches(boxes_alone, "detect", values={"method": "retinanet"})[0][1][0]
-    with pytest.raises(DataError, match="mask_rcnn learns masks, but the annotations have boxes alone; use retinanet"):
+    with pytest.raises(DataError, match="mask_rcnn learns masks, but the annotations have only boxes; use retinanet"):
         batches(boxes_alone, "detect")
 
 
@@ -208,21 +208,22 @@ def test_what_cannot_be_decoded(tmp_path: Path) -> None:
     data = create_dataset(str(tmp_path), "segment")
     for train in (True, False):
         part = data.train if train else data.val
-        with pytest.raises(DataError, match=r"qq\.png has the value 9.*; remove it, or skip such pictures"):
+        with pytest.raises(DataError, match=r"qq\.png has the value 9.*; remove it, or skip such images"):
             batches(part, "segment", train=train, batch_size=4, workers=1)
-        loader = create_annotated_loader(
-            part, scene_recipe("segment"), "segment", train=train, batch_size=4, corrupt="skip", **RAW
-        )
+        if train:
+            loader = create_train_loader(part, scene_recipe("segment"), batch_size=4, corrupt="skip")
+        else:
+            loader = create_eval_loader(part, scene_config("segment"), batch_size=4, corrupt="skip")
         images, _ = next(iter(loader.epoch(0)))
         assert len(images) == (4 if train else 3)
         assert [Path(name).name for name in loader.skipped] == ["qq.jpg"]
 
 
 def test_batches_that_cannot_be(sets: dict) -> None:
-    with pytest.raises(ValueError, match="128 training pictures do not fill one batch of 130; set batch_size lower"):
+    with pytest.raises(ValueError, match="128 training images do not fill one batch of 130; lower batch_size"):
         batches(sets["detect"], "detect", batch_size=130)
-    with pytest.raises(ValueError, match="a batch of 8 for rank 2 of 2 processes cannot be made"):
-        batches(sets["detect"], "detect", rank=2, world=2)
+    with pytest.raises(ValueError, match="rank 2 of 2 processes does not exist"):
+        batches(sets["detect"], "detect", rank=2, world_size=2)
 
 
 def test_packing() -> None:
@@ -245,9 +246,7 @@ def test_packing_survives_the_way_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_workers_go_with_their_loader(sets: dict) -> None:
-    loader = create_annotated_loader(
-        sets["detect"], scene_recipe("detect"), "detect", train=False, batch_size=8, workers=2
-    )
+    loader = create_eval_loader(sets["detect"], scene_config("detect"), batch_size=8, workers=2)
     next(iter(loader.epoch(0)))
     processes = multiprocessing.active_children()
     assert len(processes) >= 2

@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
-from tests.data.annotated.files import scene_recipe
+from tests.data.annotated.files import scene_config, scene_recipe
 from tokamix.data import AnnotatedImage, create_dataset
 from tokamix.data.annotated import transforms as module
-from tokamix.data.annotated.transforms import crop, crop_classes, distort, fitted, flip, resize, shown
+from tokamix.data.annotated.transforms import crop, crop_classes, distort, fitted, flip, resize, transform_for_eval
 
 
 def make(height: int = 40, width: int = 60, *boxes: tuple[int, int, int, int]) -> AnnotatedImage:
@@ -255,11 +255,11 @@ def test_cut_then_scaled() -> None:
 
 def test_evaluation() -> None:
     scene = make(40, 60, (4, 8, 28, 32))
-    moved = shown(scene, scene_recipe("segment", scale=(400, 80)))
+    moved = transform_for_eval(scene, scene_config("segment", scale=(400, 80)))
     assert moved.size == (80, 120)
     assert moved.segmentation is scene.segmentation  # measured at the original size
     assert moved.boxes.tolist() == [[8, 16, 56, 64]]
-    assert shown(scene, scene_recipe("segment")).size == (40, 60)
+    assert transform_for_eval(scene, scene_config("segment")).size == (40, 60)
 
 
 def test_a_line_of_pixels() -> None:
@@ -268,7 +268,7 @@ def test_a_line_of_pixels() -> None:
         recipe = scene_recipe(task, scale=(1333, 800))
         moved = train(scene, recipe, np.random.default_rng(0))
         assert moved.size == ((1, 32) if task == "segment" else (1, 1333))
-        assert shown(scene, recipe).size == (1, 1333)
+        assert transform_for_eval(scene, scene_config(task, scale=(1333, 800))).size == (1, 1333)
 
 
 def test_generated_scenes_stay_together() -> None:

@@ -14,9 +14,11 @@ from timm.data import create_transform
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
-from tests.data.conftest import encoded, noise, recipe
-from tokamix.data import ArrayDataset, DataError, ImageDataset, create_dataset, create_loader, decode
-from tokamix.data.images.loader import Loader, ResidentLoader, WorkerLoader
+from tests.data.conftest import encoded, eval_config, noise, recipe
+from tokamix.data import ArrayDataset, DataError, ImageDataset, Loader, create_dataset, decode
+from tokamix.data.images.loader import create_eval_loader, create_train_loader
+from tokamix.data.images.resident import ResidentLoader
+from tokamix.data.loading import WorkerLoader
 from tokamix.recipes import Recipe
 
 RAW = {"mean": (0.0,) * 3, "std": (1 / 255,) * 3}  # pixels as they are
@@ -48,9 +50,17 @@ def same(a: list[tuple[Tensor, Tensor]], b: list[tuple[Tensor, Tensor]]) -> bool
 def batches(
     dataset: ImageDataset, values: Recipe, epoch: int = 0, start: int = 0, **kwargs
 ) -> list[tuple[Tensor, Tensor]]:
-    loader = create_loader(dataset, values, **{"train": True, "batch_size": 8} | kwargs)
+    loader = create_train_loader(dataset, values, **{"batch_size": 8} | kwargs)
     found = list(loader.epoch(epoch, start))
     assert len(found) == len(loader) - start
+    return found
+
+
+def eval_batches(dataset: ImageDataset, batch_size: int = 8, **kwargs) -> list[tuple[Tensor, Tensor]]:
+    config = {key: kwargs.pop(key) for key in ("image_size", "crop_pct", "mean", "std") if key in kwargs}
+    loader = create_eval_loader(dataset, eval_config(**config), batch_size=batch_size, **kwargs)
+    found = list(loader.epoch(0))
+    assert len(found) == len(loader)
     return found
 
 
@@ -62,19 +72,22 @@ def test_resuming_gives_the_rest(dataset: ImageDataset, name: str) -> None:
     random.seed(5), np.random.seed(5), torch.manual_seed(5)  # nothing of this may matter
     assert same(whole[2:], batches(dataset, RECIPES[name], epoch=3, start=2))
     assert not torch.equal(whole[0][0], batches(dataset, RECIPES[name], epoch=4)[0][0])
-    other = Recipe(**{**vars(RECIPES[name]), "seed": 1})
+    other = RECIPES[name].replace(seed=1)
     assert not torch.equal(whole[0][0], batches(dataset, other, epoch=3)[0][0])
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("world", [2, 4])
-def test_processes_share_each_batch(dataset: ImageDataset, name: str, world: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_processes_share_each_batch(dataset: ImageDataset, name: str, world_size: int) -> None:
     whole = batches(dataset, RECIPES[name])
-    parts = [batches(dataset, RECIPES[name], batch_size=8 // world, rank=rank, world=world) for rank in range(world)]
+    parts = [
+        batches(dataset, RECIPES[name], batch_size=8 // world_size, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
     for step, (images, labels) in enumerate(whole):
         for rank, part in enumerate(parts):
-            assert torch.equal(part[step][1], labels[rank::world])
-            torch.testing.assert_close(part[step][0], images[rank::world], rtol=0, atol=1e-6)
+            assert torch.equal(part[step][1], labels[rank::world_size])
+            torch.testing.assert_close(part[step][0], images[rank::world_size], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -90,7 +103,7 @@ def test_workers_change_nothing(folder: Path) -> None:
     data = create_dataset(str(folder)).train
     values = recipe(**STRONG)
     alone = batches(data, values, epoch=1)
-    loader = create_loader(data, values, train=True, batch_size=8, workers=2)
+    loader = create_train_loader(data, values, batch_size=8, workers=2)
     assert same(alone, list(loader.epoch(1)))
     assert same(alone[1:], list(loader.epoch(1, start=1)))  # the same workers, once more
     iterator = loader.epoch(0)
@@ -100,13 +113,13 @@ def test_workers_change_nothing(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["crop", "strong"])
-def test_onward_is_epoch_after_epoch(dataset: ImageDataset, folder: Path, name: str) -> None:
+def test_endless_is_epoch_after_epoch(dataset: ImageDataset, folder: Path, name: str) -> None:
     values, data = RECIPES[name], create_dataset(str(folder)).train
-    workers = create_loader(data, values, train=True, batch_size=8, workers=2)
-    for made, loader in ((dataset, create_loader(dataset, values, train=True, batch_size=8)), (data, workers)):
+    workers = create_train_loader(data, values, batch_size=8, workers=2)
+    for made, loader in ((dataset, create_train_loader(dataset, values, batch_size=8)), (data, workers)):
         after = [batches(made, values, epoch) for epoch in (1, 2, 3)]
         expected = [*after[0][1:], *after[1], *after[2][:1]]
-        assert same(list(islice(loader.onward(1, start=1), len(expected))), expected)
+        assert same(list(islice(loader.endless(1, start=1), len(expected))), expected)
 
 
 def test_each_picture_comes_once_an_epoch(dataset: ImageDataset) -> None:
@@ -118,7 +131,7 @@ def test_each_picture_comes_once_an_epoch(dataset: ImageDataset) -> None:
     copies = [y.tolist() for _, y in batches(numbered, recipe(repeated_augmentation=3), batch_size=9)]
     assert [len(set(batch)) for batch in copies] == [3] * 5
     assert len({y for batch in copies for y in batch}) == 15
-    ranks = [batches(numbered, recipe(repeated_augmentation=3), batch_size=3, rank=r, world=3) for r in range(3)]
+    ranks = [batches(numbered, recipe(repeated_augmentation=3), batch_size=3, rank=r, world_size=3) for r in range(3)]
     assert all(len({tuple(part[step][1].tolist()) for part in ranks}) == 1 for step in range(5))  # one copy for each
 
 
@@ -128,31 +141,29 @@ def test_copies_differ(dataset: ImageDataset) -> None:
     assert not torch.equal(images[0], images[1])
 
 
-@pytest.mark.parametrize("world", [1, 2, 7])
-def test_evaluation_sees_each_picture_once_in_order(dataset: ImageDataset, world: int) -> None:
-    plain = recipe(image_size=20, crop_pct=1.0)
+@pytest.mark.parametrize("world_size", [1, 2, 7])
+def test_evaluation_sees_each_picture_once_in_order(dataset: ImageDataset, world_size: int) -> None:
     found = {}
-    for rank in range(world):
-        part = batches(dataset, plain, train=False, batch_size=2, rank=rank, world=world, **RAW)
+    for rank in range(world_size):
+        part = eval_batches(dataset, 2, image_size=20, crop_pct=1.0, rank=rank, world_size=world_size, **RAW)
         for step, (images, labels) in enumerate(part):
             assert len(images)
             for i, (image, label) in enumerate(zip(images, labels, strict=True)):
-                found[step * 2 * world + i * world + rank] = image, int(label)
+                found[step * 2 * world_size + i * world_size + rank] = image, int(label)
     assert sorted(found) == list(range(45))
     for position, (image, label) in found.items():
         assert label == position % 5
         torch.testing.assert_close(image, dataset[position][0].float(), rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize(("size", "crop"), [(16, None), (16, 0.8), (24, 0.875), (20, 1.0)])
-def test_evaluation_is_timms(dataset: ImageDataset, size: int, crop: float | None) -> None:
+@pytest.mark.parametrize(("size", "crop"), [(16, 1.0), (16, 0.8), (24, 0.875), (20, 1.0)])
+def test_evaluation_is_timms(dataset: ImageDataset, size: int, crop: float) -> None:
     """Held as arrays they are resized in one go, which Pillow does in two, each rounded and clipped."""
     ramp = torch.arange(20) * 5.0
     dataset.images[:8] = (ramp + ramp[:, None] + 60 * dataset.images[:8, :, :1, :1] / 255).byte()
-    values = recipe(image_size=size, crop_pct=crop, interpolation="bicubic")
-    loader = create_loader(dataset, values, train=False, batch_size=8)
+    config = eval_config(image_size=size, crop_pct=crop, interpolation="bicubic")
+    loader = create_eval_loader(dataset, config, batch_size=8)
     images, _ = next(loader.epoch(0))
-    crop = crop or (1.0 if isinstance(loader, ResidentLoader) else 0.875)
     transform = create_transform(size, interpolation="bicubic", crop_pct=crop)
     expected = torch.stack([transform(to_pil_image(dataset[i][0])) for i in range(8)])
     torch.testing.assert_close(images, expected, rtol=0, atol=0.04 if isinstance(loader, ResidentLoader) else 1e-5)
@@ -163,7 +174,7 @@ def test_pictures_that_are_not_square() -> None:
     data = ArrayDataset(images, [0] * 9, ("a",))
     for values in (recipe(), recipe(crop_scale=None), recipe(crop_scale=None, crop_padding=2)):
         assert batches(data, values)[0][0].shape == (8, 3, 16, 16)
-    shown = next(create_loader(data, recipe(image_size=12), train=False, batch_size=9, **RAW).epoch(0))[0]
+    shown = eval_batches(data, 9, image_size=12, crop_pct=1.0, **RAW)[0][0]
     torch.testing.assert_close(shown, images[..., 9:21].float(), rtol=0, atol=1e-3)
 
 
@@ -171,25 +182,23 @@ def test_channels(dataset: ImageDataset) -> None:
     assert batches(dataset, recipe(), in_chans=1)[0][0].shape == (8, 1, 16, 16)
     digits = create_dataset("digits").train
     for resident in (None, False):
-        three = next(create_loader(digits, recipe(), train=False, batch_size=4, resident=resident, **RAW).epoch(0))[0]
-        one = next(create_loader(digits, recipe(), train=False, batch_size=4, in_chans=1, resident=resident).epoch(0))[
-            0
-        ]
+        three = next(create_eval_loader(digits, eval_config(**RAW), batch_size=4, resident=resident).epoch(0))[0]
+        grey = eval_config(mean=(0.5,), std=(0.5,))
+        one = next(create_eval_loader(digits, grey, batch_size=4, resident=resident).epoch(0))[0]
         assert torch.equal(three[:, 0], three[:, 2])
         assert one.shape == (4, 1, 16, 16)
     five = ArrayDataset(torch.zeros(9, 5, 8, 8, dtype=torch.uint8), [0] * 9, ("a",))
     assert batches(five, recipe(**STRONG), in_chans=5)[0][0].shape == (8, 5, 16, 16)
-    with pytest.raises(DataError, match="images of 5 channels cannot become 3; set in_chans=5"):
+    with pytest.raises(DataError, match="images of 5 channels cannot be converted to 3; set in_chans=5"):
         batches(five, recipe())
-    with pytest.raises(ValueError, match="picture files have 1 or 3 channels, not 5"):
-        create_loader(digits, recipe(), train=True, batch_size=4, in_chans=5, resident=False)
-    with pytest.raises(ValueError, match="mean and std have 2 values, but the images 3 channels"):
-        create_loader(digits, recipe(), train=True, batch_size=4, mean=(0.5, 0.5))
+    with pytest.raises(ValueError, match="image files have 1 or 3 channels, not 5"):
+        create_train_loader(digits, recipe(), batch_size=4, in_chans=5, resident=False)
+    with pytest.raises(ValueError, match="mean and std have 2 values, but the images have 3 channels"):
+        create_train_loader(digits, recipe(), batch_size=4, mean=(0.5, 0.5))
 
 
 def test_normalisation(dataset: ImageDataset) -> None:
-    values = recipe(image_size=20, crop_pct=1.0)
-    images, _ = batches(dataset, values, train=False, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))[0]
+    images, _ = eval_batches(dataset, image_size=20, crop_pct=1.0, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))[0]
     expected = torch.stack([dataset[i][0] for i in range(8)]) / 255
     mean, std = (torch.tensor(v)[:, None, None] for v in ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)))
     torch.testing.assert_close(images, (expected - mean) / std, rtol=1e-5, atol=1e-5)
@@ -197,17 +206,17 @@ def test_normalisation(dataset: ImageDataset) -> None:
 
 def test_kinds() -> None:
     digits = create_dataset("digits").train
-    assert isinstance(create_loader(digits, recipe(), train=True, batch_size=8), ResidentLoader)
-    assert isinstance(create_loader(digits, recipe(augment="original"), train=True, batch_size=8), WorkerLoader)
-    assert isinstance(create_loader(digits, recipe(augment="original"), train=False, batch_size=8), ResidentLoader)
-    with pytest.raises(ValueError, match="cannot live on the device"):
-        create_loader(digits, recipe(augment="augmix-m5"), train=True, batch_size=8, resident=True)
+    assert isinstance(create_train_loader(digits, recipe(), batch_size=8), ResidentLoader)
+    assert isinstance(create_train_loader(digits, recipe(augment="original"), batch_size=8), WorkerLoader)
+    assert isinstance(create_eval_loader(digits, eval_config(), batch_size=8), ResidentLoader)
+    with pytest.raises(ValueError, match="cannot be kept on the device"):
+        create_train_loader(digits, recipe(augment="augmix-m5"), batch_size=8, resident=True)
 
 
 @pytest.mark.parametrize("policy", ["original", "v0", "augmix-m5-w4-d2", "3a", "rand-m9-n4-t3aw-p1"])
 def test_timms_other_policies(policy: str) -> None:
     digits = create_dataset("digits").train
-    loader = create_loader(digits, recipe(augment=policy), train=True, batch_size=64, resident=False)
+    loader = create_train_loader(digits, recipe(augment=policy), batch_size=64, resident=False)
     images, _ = next(loader.epoch(0))
     assert images.isfinite().all()
 
@@ -221,15 +230,15 @@ def test_posterize_may_keep_nothing(folder: Path) -> None:
 
 def test_sizes_that_cannot_be() -> None:
     digits = create_dataset("digits").train
-    with pytest.raises(ValueError, match="1438 training pictures do not fill one batch of 4096; set batch_size lower"):
-        create_loader(digits, recipe(), train=True, batch_size=2048, world=2)
-    assert len(create_loader(digits, recipe(), train=False, batch_size=2048)) == 1
-    with pytest.raises(ValueError, match="a batch of 0 for rank 0 of 1 processes cannot be made"):
-        create_loader(digits, recipe(), train=True, batch_size=0)
+    with pytest.raises(ValueError, match="1438 training images do not fill one batch of 4096; lower batch_size"):
+        create_train_loader(digits, recipe(), batch_size=2048, world_size=2)
+    assert len(create_eval_loader(digits, eval_config(), batch_size=2048)) == 1
+    with pytest.raises(ValueError, match="batch_size is 0, but must be at least 1"):
+        create_train_loader(digits, recipe(), batch_size=0)
     with pytest.raises(ValueError, match="rank 2 of 2"):
-        create_loader(digits, recipe(), train=True, batch_size=8, rank=2, world=2)
-    with pytest.raises(DataError, match="nothing to train on"):
-        create_loader(ArrayDataset(torch.zeros(0, 3, 8, 8), [], ("a",)), recipe(), train=True, batch_size=8)
+        create_train_loader(digits, recipe(), batch_size=8, rank=2, world_size=2)
+    with pytest.raises(DataError, match="the training split is empty"):
+        create_train_loader(ArrayDataset(torch.zeros(0, 3, 8, 8), [], ("a",)), recipe(), batch_size=8)
 
 
 @pytest.fixture
@@ -243,7 +252,7 @@ def broken(folder: Path) -> ImageDataset:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_corrupt_file_stops_training_in_one_sentence(broken: ImageDataset, workers: int) -> None:
-    loader = create_loader(broken, recipe(), train=True, batch_size=24, workers=workers)
+    loader = create_train_loader(broken, recipe(), batch_size=24, workers=workers)
     with pytest.raises(
         DataError, match=r"(ant/0\.png is empty|bee/1\.jpg is corrupt|cat/2\.png is not).*\(--corrupt skip, "
     ):
@@ -252,7 +261,7 @@ def test_a_corrupt_file_stops_training_in_one_sentence(broken: ImageDataset, wor
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_or_is_skipped_and_counted(broken: ImageDataset, workers: int, caplog: pytest.LogCaptureFixture) -> None:
-    loader = create_loader(broken, recipe(), train=True, batch_size=8, workers=workers, corrupt="skip")
+    loader = create_train_loader(broken, recipe(), batch_size=8, workers=workers, corrupt="skip")
     with caplog.at_level(logging.WARNING, "tokamix"):
         first = list(loader.epoch(0))
         list(loader.epoch(1))
@@ -260,23 +269,23 @@ def test_or_is_skipped_and_counted(broken: ImageDataset, workers: int, caplog: p
     assert len(loader.skipped) == 3
     assert len(caplog.records) == 3  # each is told once
     assert same(first, batches(broken, recipe(), corrupt="skip"))
-    loader = create_loader(broken, recipe(), train=False, batch_size=8, workers=workers, corrupt="skip")
+    loader = create_eval_loader(broken, eval_config(), batch_size=8, workers=workers, corrupt="skip")
     assert sum(len(labels) for _, labels in loader.epoch(0)) == 21
     assert len(loader.skipped) == 3
 
 
-@pytest.mark.parametrize(("world", "batch_size"), [(1, 1), (1, 8), (2, 1), (2, 4)])
-def test_the_next_of_the_epoch_takes_its_place(broken: ImageDataset, world: int, batch_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 1), (1, 8), (2, 1), (2, 4)])
+def test_the_next_of_the_epoch_takes_its_place(broken: ImageDataset, world_size: int, batch_size: int) -> None:
     """Also where a process has one picture a batch; what stands where depends on neither."""
-    order = create_loader(broken, recipe(), train=True, batch_size=8, resident=False).order(0).tolist()
+    order = create_train_loader(broken, recipe(), batch_size=8, resident=False).order.indices(0).tolist()
     bad = [i for i in range(24) if broken.name_of(i).endswith(("ant/0.png", "bee/1.jpg", "cat/2.png"))]
     assert len(bad) == 3
     expected = [next(i for i in [*order[p:], *order] if i not in bad) for p in range(24)]
     shown = [
-        list(create_loader(broken, recipe(), **place, corrupt="skip").epoch(0))
+        list(create_train_loader(broken, recipe(), **place, corrupt="skip").epoch(0))
         for place in (
-            {"train": True, "batch_size": batch_size, "rank": rank, "world": world, "resident": False}
-            for rank in range(world)
+            {"batch_size": batch_size, "rank": rank, "world_size": world_size, "resident": False}
+            for rank in range(world_size)
         )
     ]
     labels = torch.stack([torch.stack([labels for _, labels in part]) for part in shown], -1).flatten()
@@ -286,10 +295,10 @@ def test_the_next_of_the_epoch_takes_its_place(broken: ImageDataset, world: int,
 def test_a_batch_with_nothing_to_show(broken: ImageDataset, tmp_path: Path) -> None:
     for file in (tmp_path / "train").rglob("*.*"):
         file.write_bytes(b"")
-    loader = create_loader(broken, recipe(), train=True, batch_size=8, corrupt="skip")
-    with pytest.raises(DataError, match=r"too many pictures cannot be decoded: .* is empty"):
+    loader = create_train_loader(broken, recipe(), batch_size=8, corrupt="skip")
+    with pytest.raises(DataError, match=r"too many images cannot be decoded: .* is empty"):
         list(loader.epoch(0))
-    assert list(create_loader(broken, recipe(), train=False, batch_size=8, corrupt="skip").epoch(0)) == []
+    assert list(create_eval_loader(broken, eval_config(), batch_size=8, corrupt="skip").epoch(0)) == []
 
 
 def test_what_is_skipped_is_not_decoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,10 +321,8 @@ class Deadly(ArrayDataset):
 
 
 def test_a_killed_worker_ends_with_a_clear_error() -> None:
-    loader = create_loader(
-        Deadly(torch.zeros(9, 3, 8, 8), [0] * 9, ("a",)), recipe(), train=True, batch_size=8, workers=1
-    )
-    with pytest.raises(RuntimeError, match=r"a data worker died \(.*\); too little memory is the usual cause"):
+    loader = create_train_loader(Deadly(torch.zeros(9, 3, 8, 8), [0] * 9, ("a",)), recipe(), batch_size=8, workers=1)
+    with pytest.raises(RuntimeError, match=r"a data worker died \(.*\); the usual cause is too little memory"):
         list(loader.epoch(0))
 
 
@@ -328,7 +335,7 @@ def test_a_gpu_sees_what_a_cpu_sees(dataset: ImageDataset, name: str) -> None:
     for (x, y), (u, v) in zip(here, there, strict=True):
         assert torch.equal(y, v.cpu())
         assert ((x - u.cpu()).abs() > 0.05).float().mean() < 1e-3  # a value at the edge of a step may fall elsewhere
-    loader: Loader = create_loader(dataset, RECIPES[name], train=True, batch_size=8, device="cuda")
+    loader: Loader = create_train_loader(dataset, RECIPES[name], batch_size=8, device="cuda")
     list(loader.epoch(0))
     if isinstance(loader, ResidentLoader):
         torch.cuda.set_sync_debug_mode("error")
@@ -337,14 +344,3 @@ def test_a_gpu_sees_what_a_cpu_sees(dataset: ImageDataset, name: str) -> None:
                 pass
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-
-def test_the_page_runs() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
-    pictures, scenes = [part.partition("```")[0] for part in page.split("```python\n")[1:]]
-    scope: dict = {}
-    exec(pictures, scope)
-    assert scope["images"].shape == (64, 3, 32, 32)
-    exec(scenes, scope)
-    assert [image.shape for image in scope["images"]] == [(3, 128, 128)] * 4
-    assert len(scope["targets"]) == 4

@@ -9,8 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.data.conftest import encoded, noise, recipe, write_pack
-from tokamix.data import ArrayDataset, DataError, create_dataset, create_loader
+from tests.data.conftest import encoded, eval_config, noise, recipe, write_pack
+from tokamix.data import ArrayDataset, DataError, create_dataset
+from tokamix.data.images.loader import create_eval_loader, create_train_loader
 from tokamix.data.images.sources import hold_out
 
 
@@ -132,8 +133,8 @@ def test_what_may_be_wrong_with_a_pack(tmp_path: Path) -> None:
     write_pack(path, [*good[:3], good[3][:50]], [0, 1, 0, 1])
     data = create_dataset(f"{path},{write_pack(tmp_path / 'd_val.npz', good, [0, 1, 0, 1])}")
     with pytest.raises(DataError, match=r"picture 3 of .*a\.npz is (corrupt|not)"):
-        create_loader(data.train, recipe(), train=True, batch_size=2)
-    loader = create_loader(data.train, recipe(), train=True, batch_size=2, corrupt="skip")
+        create_train_loader(data.train, recipe(), batch_size=2)
+    loader = create_train_loader(data.train, recipe(), batch_size=2, corrupt="skip")
     assert len(list(loader.epoch(0))) == 2
     assert len(loader.skipped) == 1
 
@@ -278,14 +279,14 @@ def test_hugging_face(tmp_path: Path) -> None:
     assert data.classes == ("x", "y", "z")
     assert (len(data.train), len(data.val)) == (24, 9)
     assert len(data.train.shards) == 4
-    loader = create_loader(data.val, recipe(image_size=20, crop_pct=1.0), train=False, batch_size=4)
+    loader = create_eval_loader(data.val, eval_config(image_size=20, crop_pct=1.0), batch_size=4)
     labels = torch.cat([labels for _, labels in loader.epoch(0)])
     assert labels.tolist() == [i % 3 for i in range(9)]
     halves = [
-        create_loader(data.val, recipe(), train=False, batch_size=2, rank=rank, world=2).epoch(0) for rank in range(2)
+        create_eval_loader(data.val, eval_config(), batch_size=2, rank=rank, world_size=2).epoch(0) for rank in range(2)
     ]
     assert sorted(y for half in halves for _, labels in half for y in labels.tolist()) == sorted(labels.tolist())
-    one, two = ([y for _, y in create_loader(data.train, recipe(), train=True, batch_size=8).epoch(e)] for e in (0, 1))
+    one, two = ([y for _, y in create_train_loader(data.train, recipe(), batch_size=8).epoch(e)] for e in (0, 1))
     assert len(one) == 3
     assert not torch.equal(torch.cat(one), torch.cat(two))
 

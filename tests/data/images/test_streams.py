@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.data.conftest import encoded, noise, recipe, write_shards, write_tar
-from tokamix.data import DataError, create_dataset, create_loader, decode
+from tests.data.conftest import encoded, eval_config, noise, recipe, write_shards, write_tar
+from tokamix.data import DataError, create_dataset, decode
+from tokamix.data.images.loader import create_eval_loader, create_train_loader
 from tokamix.data.images.streams import expand
 
 PLAIN = recipe(image_size=20, crop_pct=1.0, crop_scale=None, hflip=0.0, label_smoothing=0.0)
+PLAIN_EVAL = eval_config(image_size=20, crop_pct=1.0, mean=(0.0,) * 3, std=(1 / 255,) * 3)
 RAW = {"mean": (0.0,) * 3, "std": (1 / 255,) * 3}  # pixels as they are
 
 
@@ -43,12 +45,12 @@ def test_open(source: str) -> None:
     assert data.val.decode(item)[0].size == (20, 20)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_evaluation_sees_each_picture_once(source: str, world: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_evaluation_sees_each_picture_once(source: str, world_size: int) -> None:
     data = create_dataset(source)
     seen, labels = [], []
-    for rank in range(world):
-        loader = create_loader(data.val, PLAIN, train=False, batch_size=4, rank=rank, world=world, **RAW)
+    for rank in range(world_size):
+        loader = create_eval_loader(data.val, PLAIN_EVAL, batch_size=4, rank=rank, world_size=world_size)
         batches = list(loader.epoch(0))
         assert len(batches) == len(loader)
         for images, y in batches:
@@ -59,15 +61,14 @@ def test_evaluation_sees_each_picture_once(source: str, world: int) -> None:
 
 
 def train_numbers(
-    source: str, world: int, rank: int, epoch: int = 0, start: int = 0, workers: int = 0
+    source: str, world_size: int, rank: int, epoch: int = 0, start: int = 0, workers: int = 0
 ) -> list[list[int]]:
-    loader = create_loader(
+    loader = create_train_loader(
         create_dataset(source).train,
         PLAIN,
-        train=True,
-        batch_size=12 // world,
+        batch_size=12 // world_size,
         rank=rank,
-        world=world,
+        world_size=world_size,
         workers=workers,
         **RAW,
     )
@@ -84,13 +85,13 @@ def test_training_order(source: str) -> None:
     assert whole == train_numbers(source, 1, 0, workers=2)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_processes_share_each_batch(source: str, world: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_processes_share_each_batch(source: str, world_size: int) -> None:
     """2 divides the number of lanes (4), so each process reads its own shards; 3 does not, and each reads them all."""
     whole = train_numbers(source, 1, 0)
-    parts = [train_numbers(source, world, rank) for rank in range(world)]
+    parts = [train_numbers(source, world_size, rank) for rank in range(world_size)]
     for step, batch in enumerate(whole):
-        assert [batch[rank::world] for rank in range(world)] == [part[step] for part in parts]
+        assert [batch[rank::world_size] for rank in range(world_size)] == [part[step] for part in parts]
 
 
 def test_a_process_reads_only_its_shards(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +99,7 @@ def test_a_process_reads_only_its_shards(source: str, monkeypatch: pytest.Monkey
     opened = set()
     original = type(data.train).items
     monkeypatch.setattr(type(data.train), "items", lambda self, shard: opened.add(shard) or original(self, shard))
-    loader = create_loader(data.train, PLAIN, train=True, batch_size=6, rank=1, world=2)
+    loader = create_train_loader(data.train, PLAIN, batch_size=6, rank=1, world_size=2)
     list(loader.epoch(0))
     assert len(opened) == 2
 
@@ -138,7 +139,7 @@ def test_sizes_and_classes_may_lie_beside_the_shards(
         create_dataset(source)
     (tmp_path / "sizes.json").unlink()
     (tmp_path / "classes.txt").write_text("ant\nbee")
-    loader = create_loader(create_dataset(source).val, PLAIN, train=False, batch_size=4)
+    loader = create_eval_loader(create_dataset(source).val, PLAIN_EVAL, batch_size=4)
     with pytest.raises(DataError, match=r"val-0000\.tar:val-0000/0002 has label 2, but there are 2 classes"):
         list(loader.epoch(0))
 
@@ -166,12 +167,12 @@ def test_what_may_be_wrong_with_shards(source: str, tmp_path: Path) -> None:
 def test_corrupt_pictures_and_shards(source: str, tmp_path: Path) -> None:
     write_tar(tmp_path / "val-0001.tar", [{"cls": b"0", "png": b"nothing"}, {"cls": b"1", "png": encoded(noise(0))}])
     data = create_dataset(source)
-    loader = create_loader(data.val, PLAIN, train=False, batch_size=4)
+    loader = create_eval_loader(data.val, PLAIN_EVAL, batch_size=4)
     with pytest.raises(
         DataError, match=r"val-0001\.tar:val-0001/0000 is not a picture, or corrupt; remove it, or skip"
     ):
         list(loader.epoch(0))
-    loader = create_loader(data.val, PLAIN, train=False, batch_size=4, corrupt="skip")
+    loader = create_eval_loader(data.val, PLAIN_EVAL, batch_size=4, corrupt="skip")
     assert sum(len(y) for _, y in loader.epoch(0)) == 7 + 1 + 7
     assert len(loader.skipped) == 1
     shard = tmp_path / "val-0000.tar"
@@ -191,5 +192,5 @@ def test_webdataset_reads_what_we_call_its_form(source: str, tmp_path: Path) -> 
     (tmp_path / "classes.txt").write_text("ant\nbee\ncat")
     (tmp_path / "sizes.json").write_text(json.dumps({"train-0000.tar": 30, "val-0000.tar": 7}))
     data = create_dataset(piped)
-    loader = create_loader(data.val, PLAIN, train=False, batch_size=4, **RAW)
+    loader = create_eval_loader(data.val, PLAIN_EVAL, batch_size=4)
     assert [n for images, _ in loader.epoch(0) for n in numbers(images)] == list(range(7))

@@ -1,7 +1,6 @@
 """Optimizer, learning rate, stochastic depth, averages."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import timm
@@ -17,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def names_by_decay(model: torch.nn.Module, **settings) -> dict[float, set[str]]:
-    optimizer = create_optimizer(model, replace(TINY, **settings), CPU)
+    optimizer = create_optimizer(model, TINY.replace(**settings), CPU)
     names = {id(p): name for name, p in model.named_parameters()}
     found: dict[float, set[str]] = {}
     for group in optimizer.param_groups:
@@ -39,7 +38,7 @@ def test_no_decay_on_norms_biases_and_what_the_model_names(name: str) -> None:
 
 def test_layer_decay() -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=4, num_classes=10)
-    recipe = replace(TINY, layer_decay=0.5, schedule="constant", warmup_epochs=0)
+    recipe = TINY.replace(layer_decay=0.5, schedule="constant", warmup_epochs=0)
     optimizer = create_optimizer(model, recipe, CPU)
     create_scheduler(optimizer, recipe, 10).step_update(3)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -51,7 +50,7 @@ def test_layer_decay() -> None:
 
 
 def test_warm_up_and_cosine() -> None:
-    recipe = replace(TINY, epochs=10, warmup_epochs=2, lr=1e-3, lr_per=32, batch_size=64, min_lr=1e-5, warmup_lr=1e-6)
+    recipe = TINY.replace(epochs=10, warmup_epochs=2, lr=1e-3, lr_per=32, batch_size=64, min_lr=1e-5, warmup_lr=1e-6)
     optimizer = create_optimizer(torch.nn.Linear(3, 3), recipe, CPU)
     schedule = create_scheduler(optimizer, recipe, steps=5)
 
@@ -63,23 +62,23 @@ def test_warm_up_and_cosine() -> None:
     assert rate(5) == pytest.approx((1e-6 + 2e-3) / 2, rel=1e-3)  # half way, to twice the rate at twice the batch
     for update in (10, 25, 49):
         assert rate(update) == pytest.approx(1e-5 + (2e-3 - 1e-5) * (1 + math.cos(math.pi * update / 50)) / 2)
-    constant = replace(recipe, schedule="constant")
+    constant = recipe.replace(schedule="constant")
     schedule = create_scheduler(create_optimizer(torch.nn.Linear(3, 3), constant, CPU), constant, steps=5)
     schedule.step_update(40)
     assert schedule.optimizer.param_groups[0]["lr"] == pytest.approx(2e-3)
 
 
 def test_betas_eps_and_momentum_reach_the_optimizer() -> None:
-    adam = create_optimizer(torch.nn.Linear(3, 3), replace(TINY, betas=(0.8, 0.95), eps=1e-6), CPU)
+    adam = create_optimizer(torch.nn.Linear(3, 3), TINY.replace(betas=(0.8, 0.95), eps=1e-6), CPU)
     assert adam.defaults["betas"] == (0.8, 0.95)
     assert adam.defaults["eps"] == 1e-6
-    sgd = create_optimizer(torch.nn.Linear(3, 3), replace(TINY, optimizer="sgd", momentum=0.7), CPU)
+    sgd = create_optimizer(torch.nn.Linear(3, 3), TINY.replace(optimizer="sgd", momentum=0.7), CPU)
     assert sgd.defaults["momentum"] == 0.7
 
 
 def test_drop_path_changes_during_the_run() -> None:
     """STViT-L goes from 0.4 to 0.6; the layers keep their proportions."""
-    recipe = replace(TINY, epochs=9, drop_path=0.4, drop_path_later={5: 0.6, 7: 0.0})
+    recipe = TINY.replace(epochs=9, drop_path=0.4, drop_path_later={5: 0.6, 7: 0.0})
     model = tokamix.create_model("stvit_small", drop_path_rate=DropPathSchedule.build_rate(recipe))
     schedule = DropPathSchedule(model, recipe)
     layers = [m for m in model.modules() if isinstance(m, DropPath)]
@@ -98,7 +97,7 @@ def test_drop_path_changes_during_the_run() -> None:
     assert max(rates(6)) == pytest.approx(0.6)
     assert max(rates(8)) == 0.0
     assert max(rates(0)) == pytest.approx(0.4)
-    grows = replace(TINY, epochs=9, drop_path=0.0, drop_path_later={5: 0.2})
+    grows = TINY.replace(epochs=9, drop_path=0.0, drop_path_later={5: 0.2})
     model = tokamix.create_model("stvit_small", drop_path_rate=DropPathSchedule.build_rate(grows))
     schedule = DropPathSchedule(model, grows)
     layers = [m for m in model.modules() if isinstance(m, DropPath)]

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torchvision.transforms.functional import to_pil_image
 
-import tokamix.train.run
 from tests.train.tiny import TINY, assert_same_bits, run, state_of, tiny_data
+from tokamix.train import run as train_run
+from tokamix.train.loop import engine
 from tokamix.train.loop.engine import Engine
 from tokamix.train.loop.state import read_state, write_state
 
@@ -109,7 +110,7 @@ def test_decoded_data_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_the_scaler_of_fp16_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scaler that grows every second step, on the CPU, where Accelerate would not make one."""
-    real = tokamix.train.run.make_accelerator
+    real = train_run.make_accelerator
 
     def with_scaler(*args):
         accelerator = real(*args)
@@ -117,7 +118,7 @@ def test_the_scaler_of_fp16_goes_on_too(tmp_path: Path, monkeypatch: pytest.Monk
         return accelerator
 
     def patched() -> None:
-        monkeypatch.setattr(tokamix.train.run, "make_accelerator", with_scaler)
+        monkeypatch.setattr(train_run, "make_accelerator", with_scaler)
 
     patched()
     run(tmp_path / "whole", save_every=3, clip_grad=1.0)
@@ -156,7 +157,7 @@ def test_saved_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sec
     monkeypatch.setattr(Engine, "_save", lambda self: (saves.append(self.update), real(self)))
     if seconds:  # pass whenever somebody looks at the clock
         clock = itertools.count(step=seconds)
-        monkeypatch.setattr("tokamix.train.loop.engine.time.monotonic", lambda: float(next(clock)))
+        monkeypatch.setattr(engine.time, "monotonic", lambda: float(next(clock)))
     run(tmp_path / "a", log_every=1)
     assert saves[-1] == 15
     # by this clock a save takes 20 s, so that the next one is 1000 s away

@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-import tokamix.evaluate.dense
 from tests.data.annotated.files import content, thing, write_coco
 from tests.train.loop.test_resume import Stop, stop_at
 from tests.train.tiny import assert_same_bits, tiny_data
@@ -20,8 +19,8 @@ from tests.train.tiny import run as run_classifier
 from tests.train.tiny_dense import DETECT, SEGMENT, run, tiny_scenes
 from tokamix.data import Loader, create_dataset
 from tokamix.dense import create_segmenter
-from tokamix.dense.saved import load_dense
-from tokamix.evaluate.dense import evaluate_dense
+from tokamix.evaluate import evaluate, segmentation
+from tokamix.inference import load_model
 from tokamix.train import train
 from tokamix.train.loop.engine import NotFiniteError
 from tokamix.train.loop.epochs import Rounds
@@ -108,7 +107,7 @@ def test_two_processes(tmp_path: Path) -> None:
     for settings in runs:
         task, folder = settings["task"], Path(settings["output"])
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        alone = evaluate_dense(folder, tiny_scenes(task), device="cpu")
+        alone = evaluate(folder, tiny_scenes(task), device="cpu")
         shared = {key: rows[-1][key] for key in alone if "/" not in key}
         assert shared == pytest.approx({key: alone[key] for key in shared}, abs=1e-6)
         assert len(shared) >= 3
@@ -122,18 +121,18 @@ def test_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config["method"], config["backbone"], config["neck"]) == ("semantic_fpn", "test_resnet", "fpn")
     assert config["label_names"][:2] == ["background", "circle"]
     assert config["inference"]["scale"] == [64, 40]
-    model, again = result.load(), load_dense(tmp_path / "a")[0]
+    model, again = result.load(), load_model(tmp_path / "a")[0]
     image = torch.randn(1, 3, 33, 50)
     assert model(image).shape == (1, 9, 33, 50)
     assert torch.equal(model(image), again(image))
-    found = evaluate_dense(tmp_path / "a", data, device="cpu", batch_size=2)
+    found = evaluate(tmp_path / "a", data, device="cpu", batch_size=2)
     assert found["miou"] == pytest.approx(result.score)
     assert found["iou/background"] > 0
     asked: dict = {}
-    real = tokamix.evaluate.dense.classify
-    monkeypatch.setattr(tokamix.evaluate.dense, "classify", lambda *a, **kw: asked.update(kw) or real(*a, **kw))
+    real = segmentation.classify
+    monkeypatch.setattr(segmentation, "classify", lambda *a, **kw: asked.update(kw) or real(*a, **kw))
     settings = ["test_flip=true", "window=24", "test_scales=[0.5, 1]"]
-    evaluate_dense(tmp_path / "a", data, overrides=settings, device="cpu")
+    evaluate(tmp_path / "a", data, overrides=settings, device="cpu")
     assert asked == {"size": (32, 32), "window": 24, "stride": None, "scales": (0.5, 1.0), "flip": True}
     kept = {f"epoch_{n:04}.png" for n in {result.best["epoch"] + 1, 4, 5, 6}}
     assert {p.name for p in (tmp_path / "a" / "pictures").iterdir()} == kept
@@ -338,7 +337,7 @@ def test_rounds() -> None:
             self.started.append((number, start))
             yield from ((number, step) for step in range(start, 3))
 
-        onward = Loader.onward
+        endless = Loader.endless
 
     rounds = Rounds(Three(), 5)  # type: ignore[arg-type]
     assert len(rounds) == 5
@@ -359,13 +358,13 @@ def rates(recipe, steps: int, updates) -> list[float]:
 
 
 def test_poly_and_step() -> None:
-    poly = replace(SEGMENT, iterations=100, eval_every=50, power=0.9, lr=2.0, warmup_iterations=10, warmup_ratio=0.1)
+    poly = SEGMENT.replace(iterations=100, eval_every=50, power=0.9, lr=2.0, warmup_iterations=10, warmup_ratio=0.1)
     assert rates(poly, 50, [0, 5]) == pytest.approx([0.2, 1.1])
     assert rates(poly, 50, [10, 50, 99]) == pytest.approx([2 * (1 - t / 100) ** 0.9 for t in (10, 50, 99)])
-    step = replace(DETECT, iterations=None, eval_every=None, epochs=12, schedule="step", milestones=(8, 11), lr=1.0)
-    step = replace(step, warmup_iterations=0)
+    step = DETECT.replace(iterations=None, eval_every=None, epochs=12, schedule="step", milestones=(8, 11), lr=1.0)
+    step = step.replace(warmup_iterations=0)
     assert rates(step, 7, [0, 8 * 7 - 1, 8 * 7, 11 * 7 - 1, 11 * 7]) == pytest.approx([1, 1, 0.1, 0.1, 0.01])
-    by_iterations = replace(step, iterations=100, milestones=(60,))
+    by_iterations = step.replace(iterations=100, milestones=(60,))
     assert rates(by_iterations, 7, [59, 60]) == pytest.approx([1, 0.1])
 
 
@@ -401,15 +400,15 @@ def test_other_classes_than_the_models(tmp_path: Path) -> None:
     data = tiny_scenes("segment")
     renamed = replace(data, classes=("ground", *data.classes[1:]))
     with pytest.raises(ValueError, match="class 0 of the model is 'background', but that of tiny scenes is 'ground'"):
-        evaluate_dense(tmp_path / "a", renamed, device="cpu")
-    with pytest.raises(ValueError, match="the model tells 9 classes apart, but tiny scenes has 4"):
-        evaluate_dense(tmp_path / "a", replace(data, classes=data.classes[:4]), device="cpu")
-    with pytest.raises(ValueError, match="lr has no part in evaluation; what can be set is scale"):
-        evaluate_dense(tmp_path / "a", data, overrides=["lr=1"], device="cpu")
-    with pytest.raises(FileNotFoundError, match="there is no run"):
-        load_dense(tmp_path / "none")
+        evaluate(tmp_path / "a", renamed, device="cpu")
+    with pytest.raises(ValueError, match="the model has 9 classes, but tiny scenes has 4"):
+        evaluate(tmp_path / "a", replace(data, classes=data.classes[:4]), device="cpu")
+    with pytest.raises(ValueError, match="'lr' is not an inference option; choose from"):
+        evaluate(tmp_path / "a", data, overrides=["lr=1"], device="cpu")
+    with pytest.raises(FileNotFoundError, match="there is no run folder and no checkpoint file"):
+        load_model(tmp_path / "none")
     (tmp_path / "a" / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"holds no model\.safetensors"):
-        load_dense(tmp_path / "a")
-    with pytest.raises(ValueError, match="holds no segmenter or detector"):
-        load_dense(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors"):
+        load_model(tmp_path / "a")
+    with pytest.raises(FileNotFoundError, match="neither a run's folder nor a timm model's"):
+        load_model(tmp_path)

@@ -1,7 +1,6 @@
 """Teachers and what is learned from them."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,7 +42,7 @@ def fixed_teacher(logits: Tensor) -> Teacher:
 def test_losses_are_the_papers(kind: str, token: bool) -> None:
     torch.manual_seed(0)
     images, labels, taught = torch.randn(6, 3, 2, 2), torch.arange(6) % 4, torch.randn(6, 4) * 3
-    recipe = replace(TINY, distillation=kind, teacher="t", distill_alpha=0.3, distill_tau=2.0, label_smoothing=0.1)
+    recipe = TINY.replace(distillation=kind, teacher="t", distill_alpha=0.3, distill_tau=2.0, label_smoothing=0.1)
     model: nn.Module = TwoTokens() if token else nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
     task = Distill(recipe, 4, fixed_teacher(taught))
     task.prepare(model)
@@ -64,7 +63,7 @@ def test_losses_are_the_papers(kind: str, token: bool) -> None:
 
 def test_a_distilled_model_of_timm() -> None:
     model = timm.create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=2, embed_dim=48, num_classes=4)
-    recipe = replace(TINY, distillation="hard", teacher="t")
+    recipe = TINY.replace(distillation="hard", teacher="t")
     task = Distill(recipe, 4, fixed_teacher(torch.randn(2, 4)))
     task.prepare(model)
     loss, _ = task.loss(model.train(), torch.randn(2, 3, 32, 32), torch.tensor([0, 1]), Moment(0, 0, 0))

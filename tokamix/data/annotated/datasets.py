@@ -13,7 +13,7 @@ from torch import Tensor
 from tokamix.data.decode import DataError
 from tokamix.data.rng import generator
 from tokamix.data.splits import DatasetSplits
-from tokamix.dense.segmenter import IGNORE
+from tokamix.tasks import IGNORE_INDEX
 
 HELD_OUT = 0.2  # where nothing says what is for validation
 Task = Literal["segment", "detect"]
@@ -109,11 +109,9 @@ def open_annotated(source: str, task: Task, seed: int = 0) -> DatasetSplits:
         task: "segment" or "detect"; the things of COCO's files are drawn one over the other to serve the first.
         seed: of what `shapes` shows; what is held out does not depend on it.
     """
-    if task not in ("segment", "detect"):
-        raise ValueError(f"there are no scenes for the task {task!r}; it is segment or detect")
     train, val = _parts(source, task, seed)
-    if task == "segment" and len(train.classes) > IGNORE:
-        raise DataError(f"{source} has {len(train.classes)} classes; a pixel has room for {IGNORE}")
+    if task == "segment" and len(train.classes) > IGNORE_INDEX:
+        raise DataError(f"{source} has {len(train.classes)} classes; a pixel has room for {IGNORE_INDEX}")
     return DatasetSplits(source, train, val, train.classes, task)
 
 
@@ -188,5 +186,5 @@ def classes_of_pixels(scene: AnnotatedImage) -> Tensor:
     drawn = torch.zeros(scene.size, dtype=torch.uint8)
     areas = scene.masks.sum((1, 2)).tolist()
     for n in sorted(range(len(areas)), key=lambda n: (not scene.crowd[n], -areas[n])):
-        drawn[scene.masks[n]] = IGNORE if scene.crowd[n] else int(scene.labels[n]) + 1
+        drawn[scene.masks[n]] = IGNORE_INDEX if scene.crowd[n] else int(scene.labels[n]) + 1
     return drawn

@@ -1,27 +1,31 @@
-"""Batches of scenes for segmentation and detection, the same ones however the work is spread; see `loaders`."""
+"""Loaders of images with annotations, for segmentation and detection."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
-from tokamix.data.annotated.datasets import IGNORE, AnnotatedDataset, AnnotatedImage, Task
-from tokamix.data.annotated.transforms import shown, train_detect, train_segment
+from tokamix.data.annotated.datasets import AnnotatedDataset, AnnotatedImage
+from tokamix.data.annotated.transforms import train_detect, train_segment, transform_for_eval
+from tokamix.data.batches import IndexOrder
 from tokamix.data.decode import DataError
-from tokamix.data.images.loader import Reader, Setup, WorkerLoader, check_batches
+from tokamix.data.loading import BatchReader, Corrupt, WorkerLoader
 from tokamix.data.rng import key
+from tokamix.tasks import IGNORE_INDEX
 
 if TYPE_CHECKING:
+    from tokamix.inference import InferenceConfig
     from tokamix.recipes import Recipe
 
 Targets = list[dict[str, Any]]
 
 
 class _Layout:
-    """What is known of each scene besides its tensors; pinning memory for a GPU would make lists of a list's tuples."""
+    """Everything of a batch but its tensors; a class, because PyTorch turns tuples into lists when it pins memory."""
 
     def __init__(self, entries: list[Any]) -> None:
         self.entries = entries
@@ -30,83 +34,106 @@ class _Layout:
         return len(self.entries)
 
 
-def create_annotated_loader(
+class _Padded(_Layout):
+    """The sizes (h, w) of images that are padded to one size."""
+
+
+def create_train_loader(
     dataset: AnnotatedDataset,
     recipe: "Recipe",
-    task: Task,
     *,
-    train: bool,
     batch_size: int,
     rank: int = 0,
-    world: int = 1,
+    world_size: int = 1,
     device: torch.device | str = "cpu",
     workers: int = 0,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
-    corrupt: Literal["raise", "skip"] = "raise",
+    corrupt: Corrupt = "raise",
     masks: bool | None = None,
 ) -> "AnnotatedLoader":
-    """Batches of scenes as the recipe augments them, normalised, on the device.
+    """Create a loader of shuffled, augmented and normalised batches; an incomplete last batch is dropped.
 
     `loader.epoch(number, start=0)` yields (images, targets):
 
-    - to train a segmenter: (B, 3, S, S) and (B, S, S) int64, where 255 counts for nothing. S is the recipe's crop_size;
-      what is smaller is filled up with zeros and 255 on the right and below.
-    - to evaluate one: a list of images (3, h, w) and a list of `{segmentation (H, W) int64, size, scale, index, ...}`.
-    - for a detector: a list of images (3, h, w) and a list of `{boxes (n, 4), labels (n,), masks (n, h, w) bool if they
-      are asked for, image_id, index, size, scale}`, in pixels of that image. In evaluation there is `crowd (n,)`, too;
-      in training, crowds are left out.
-
-    `size` is the original (H, W), `scale` the two factors (x, y) by which the image was enlarged, `index` the scene's
-    place in the data set, and `segmentation` in evaluation has the original size.
+    - segmentation: (B, 3, S, S) and (B, S, S) int64, where 255 is ignored. S is the recipe's crop_size; smaller images
+      are padded with zeros and 255 on the right and below.
+    - detection: a list of images (3, h, w) and a list of `{boxes (n, 4), labels (n,), masks (n, h, w) bool, image_id,
+      index, size, scale}`, in pixels of that image. Crowds are left out. `size` is the original (H, W), `scale` the
+      factors (x, y) from it, `index` the sample's number in the data set.
 
     Args:
-        dataset: the training or validation part of `create_dataset(...)`.
-        recipe: sizes, augmentation and seed.
-        task: "segment" or "detect".
-        train: shuffle and augment, and leave an incomplete last batch out; otherwise every scene comes exactly once
-            over all ranks, in order.
-        batch_size: scenes of one batch of this process.
+        dataset: the training split of `create_dataset(...)`.
+        recipe: task, sizes, augmentation and seed.
+        batch_size: images of one batch of this process.
         rank: of this process.
-        world: number of processes.
-        device: where the batches go.
+        world_size: number of processes.
+        device: of the batches.
         workers: processes that decode; 0 decodes in this one.
-        mean: of each channel, for pixels from 0 to 1; ImageNet's by default.
+        mean: of each channel, for pixels from 0 to 1; default: ImageNet's.
         std: likewise.
-        corrupt: what to do with a scene that cannot be decoded: raise a DataError that names it, or skip it.
-        masks: whether things have masks in the targets; by default, in the training of a method other than RetinaNet
-            where the data set has them.
+        corrupt: for samples that cannot be decoded: "raise" a DataError that names the file, or "skip" it; the next
+            good sample of the epoch takes its place.
+        masks: whether targets have instance masks; default: for methods other than RetinaNet if the data set has them.
     """
-    check_batches(len(dataset), train, batch_size, rank, world)
-    if train and not dataset.has_masks and (masks or recipe.method in ("mask_rcnn", "cascade_mask_rcnn")):
-        raise DataError(f"{recipe.method} learns masks, but the annotations have boxes alone; use retinanet")
+    order = IndexOrder(len(dataset), batch_size, rank, world_size, True, recipe.seed)
+    if not dataset.has_masks and (masks or recipe.method in ("mask_rcnn", "cascade_mask_rcnn")):
+        raise DataError(f"{recipe.method} learns masks, but the annotations have only boxes; use retinanet")
     if masks is None:
-        masks = train and task == "detect" and dataset.has_masks and recipe.method != "retinanet"
-    means, stds = tuple(mean or IMAGENET_DEFAULT_MEAN), tuple(std or IMAGENET_DEFAULT_STD)
-    setup = Setup(recipe, train, batch_size, rank, world, torch.device(device), means, stds)
-    return AnnotatedLoader(dataset, setup, task, workers, corrupt, masks)
+        masks = recipe.task == "detect" and dataset.has_masks and recipe.method != "retinanet"
+    reader = _TrainReader(dataset, order, recipe, masks)
+    mean, std = mean or IMAGENET_DEFAULT_MEAN, std or IMAGENET_DEFAULT_STD
+    return AnnotatedLoader(reader, device, mean, std, workers, corrupt)
+
+
+def create_eval_loader(
+    dataset: AnnotatedDataset,
+    config: "InferenceConfig",
+    *,
+    batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    device: torch.device | str = "cpu",
+    workers: int = 0,
+    corrupt: Corrupt = "raise",
+    masks: bool = False,
+) -> "AnnotatedLoader":
+    """Create a loader that yields every sample exactly once over all ranks, in order.
+
+    `loader.epoch(0)` yields a list of images (3, h, w) and a list of targets:
+
+    - segmentation: `{segmentation (H, W) int64, image_id, index, size, scale}`, where 255 is ignored;
+    - detection: `{boxes (n, 4), labels (n,), crowd (n,), image_id, index, size, scale}`, boxes in pixels of the resized
+      image, and `masks (n, H, W)` bool if requested.
+
+    `size` is the original (H, W), which masks keep, `scale` the factors (x, y) from it, `index` the sample's number in
+    the data set.
+
+    Args:
+        dataset: the validation split of `create_dataset(...)`.
+        config: task, scale, interpolation, mean and std.
+        batch_size: images of one batch of this process.
+        rank: of this process.
+        world_size: number of processes.
+        device: of the batches.
+        workers: processes that decode; 0 decodes in this one.
+        corrupt: for samples that cannot be decoded: "raise" a DataError that names the file, or "skip" it.
+        masks: whether targets have instance masks.
+    """
+    order = IndexOrder(len(dataset), batch_size, rank, world_size, False)
+    reader = _EvalReader(dataset, order, config, masks)
+    return AnnotatedLoader(reader, device, config.mean, config.std, workers, corrupt)
 
 
 class AnnotatedLoader(WorkerLoader):
-    """What `create_annotated_loader` gives; scenes are decoded and changed in workers, and normalised on the device."""
+    """Decoding and transforms in worker processes, normalisation on the device."""
 
-    def __init__(
-        self,
-        dataset: AnnotatedDataset,
-        setup: Setup,
-        task: Task,
-        workers: int,
-        corrupt: Literal["raise", "skip"],
-        masks: bool,
-    ) -> None:
-        super().__init__(dataset, setup, workers, corrupt, _SceneReader(dataset, setup, task, masks))
-        self.task, self.erase = task, None
-
-    def _finished(self, epoch: int, step: int, *parts: Any) -> Any:
+    def to_device(self, epoch: int, step: int, *parts: Any) -> Any:
+        """Images and targets on the device."""
         layout, tensors = parts
         tensors = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
-        if self.train and self.task == "segment":
-            images, classes = self.finish(tensors[0], {}), tensors[1].long()
+        if isinstance(layout, _Padded):
+            images, classes = self.normalize(tensors[0]), tensors[1].long()
             for image, (height, width) in zip(images, layout.entries, strict=True):
                 image[:, height:], image[:, :, width:] = 0, 0
             return images, classes
@@ -114,49 +141,76 @@ class AnnotatedLoader(WorkerLoader):
         for target in targets:
             if "segmentation" in target:
                 target["segmentation"] = target["segmentation"].long()
-        return [self.finish(target.pop("image"), {}) for target in targets], targets
+        return [self.normalize(target.pop("image")) for target in targets], targets
 
 
-class _SceneReader(Reader):
-    """Scenes as the recipe changes them, packed into few tensors."""
+class _Reader(BatchReader):
+    """Reads annotated images, packed into few tensors."""
 
-    def __init__(self, dataset: AnnotatedDataset, setup: Setup, task: Task, masks: bool) -> None:
-        super().__init__(dataset, setup)
-        self.task, self.masks = task, masks
+    task: str
 
-    def sample(self, item: Any) -> tuple[int, AnnotatedImage]:
-        """A decoded scene, and its place in the data set."""
+    def __init__(self, dataset: AnnotatedDataset, order: IndexOrder, masks: bool) -> None:
+        super().__init__(dataset, order)
+        self.masks = masks
+
+    def decode(self, item: Any) -> tuple[int, AnnotatedImage]:
+        """Decode a sample and return it with its index."""
         return item, self.dataset.scene(item, masks=self.masks)
 
-    def batch(self, samples: list[tuple[int, int, Any]]) -> tuple[_Layout, list[Tensor]]:
-        """The scenes of a batch."""
+    def collate(self, samples: list[tuple[int, int, Any]]) -> tuple[_Layout, list[Tensor]]:
+        """Transform the samples and pack them."""
+        return _packed([self._target(epoch, position, *sample) for epoch, position, sample in samples])
+
+    @abstractmethod
+    def transform(self, sample: AnnotatedImage, epoch: int, position: int) -> AnnotatedImage:
+        """Augment or resize a sample."""
+
+    def _target(self, epoch: int, position: int, index: int, sample: AnnotatedImage) -> dict[str, Any]:
+        size = sample.size
+        sample = self.transform(sample, epoch, position)
+        target: dict[str, Any] = {"image": sample.image, "image_id": sample.image_id, "index": index, "size": size}
+        target["scale"] = sample.size[1] / size[1], sample.size[0] / size[0]
+        if self.task == "segment":
+            return target | {"segmentation": sample.segmentation}
+        target |= {"boxes": sample.boxes, "labels": sample.labels}
+        if self.masks and sample.masks is not None:
+            target["masks"] = sample.masks
+        return target if self.train else target | {"crowd": sample.crowd}
+
+
+class _TrainReader(_Reader):
+    def __init__(self, dataset: AnnotatedDataset, order: IndexOrder, recipe: "Recipe", masks: bool) -> None:
+        super().__init__(dataset, order, masks)
+        self.recipe, self.task = recipe, recipe.task
+
+    def transform(self, sample: AnnotatedImage, epoch: int, position: int) -> AnnotatedImage:
+        """Augment a sample."""
+        draw = np.random.default_rng(key(self.order.seed, epoch, position, "scene"))
+        return (train_segment if self.task == "segment" else train_detect)(sample, self.recipe, draw)
+
+    def collate(self, samples: list[tuple[int, int, Any]]) -> tuple[_Layout, list[Tensor]]:
+        """Augment the samples; those of a segmenter are padded to one size."""
+        if self.task == "detect":
+            return super().collate(samples)
         targets = [self._target(epoch, position, *sample) for epoch, position, sample in samples]
-        if not (self.train and self.task == "segment"):
-            return _packed(targets)
-        side = self.recipe.crop_size or self.recipe.image_size
+        side = self.recipe.crop_size
         images = torch.zeros(len(targets), 3, side, side, dtype=torch.uint8)
-        classes = torch.full((len(targets), side, side), IGNORE, dtype=torch.uint8)
+        classes = torch.full((len(targets), side, side), IGNORE_INDEX, dtype=torch.uint8)
         sizes = [tuple(target["image"].shape[-2:]) for target in targets]
         for n, (height, width) in enumerate(sizes):
             images[n, :, :height, :width] = targets[n]["image"]
             classes[n, :height, :width] = targets[n]["segmentation"]
-        return _Layout(sizes), [images, classes]
+        return _Padded(sizes), [images, classes]
 
-    def _target(self, epoch: int, position: int, index: int, scene: AnnotatedImage) -> dict[str, Any]:
-        size = scene.size
-        if self.train:
-            draw = np.random.default_rng(key(self.recipe.seed, epoch, position, "scene"))
-            scene = (train_segment if self.task == "segment" else train_detect)(scene, self.recipe, draw)
-        else:
-            scene = shown(scene, self.recipe)
-        target: dict[str, Any] = {"image": scene.image, "image_id": scene.image_id, "index": index, "size": size}
-        target["scale"] = scene.size[1] / size[1], scene.size[0] / size[0]
-        if self.task == "segment":
-            return target | {"segmentation": scene.segmentation}
-        target |= {"boxes": scene.boxes, "labels": scene.labels}
-        if self.masks and scene.masks is not None:
-            target["masks"] = scene.masks
-        return target if self.train else target | {"crowd": scene.crowd}
+
+class _EvalReader(_Reader):
+    def __init__(self, dataset: AnnotatedDataset, order: IndexOrder, config: "InferenceConfig", masks: bool) -> None:
+        super().__init__(dataset, order, masks)
+        self.config, self.task = config, config.task
+
+    def transform(self, sample: AnnotatedImage, epoch: int, position: int) -> AnnotatedImage:
+        """Resize a sample."""
+        return transform_for_eval(sample, self.config)
 
 
 def _packed(targets: Targets) -> tuple[_Layout, list[Tensor]]:

@@ -25,8 +25,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tokamix.data.annotated.datasets import IGNORE, AnnotatedDataset, AnnotatedImage, check_options, held_out
+from tokamix.data.annotated.datasets import AnnotatedDataset, AnnotatedImage, check_options, held_out
 from tokamix.data.decode import EXTENSIONS, DataError, scene_picture
+from tokamix.tasks import IGNORE_INDEX
 
 OPTIONS: dict[str, tuple[str, ...]] = {"zero": ("ignore", "class"), "classes": ()}
 PICTURES = ("JPEGImages", "images", "img_dir", "imgs")
@@ -64,8 +65,8 @@ def _folder(root: Path, names: Sequence[str]) -> Path | None:
 def _classes(root: Path, count: str | None) -> tuple[str, ...]:
     """The names of the classes."""
     if count is not None:
-        if not count.isdigit() or not 0 < int(count) <= IGNORE:
-            raise DataError(f"masks:{root}: classes is {count!r}, but must be a number from 1 to {IGNORE}")
+        if not count.isdigit() or not 0 < int(count) <= IGNORE_INDEX:
+            raise DataError(f"masks:{root}: classes is {count!r}, but must be a number from 1 to {IGNORE_INDEX}")
         return tuple(map(str, range(int(count))))
     if (file := root / "classes.json").is_file():
         try:
@@ -183,15 +184,15 @@ class MaskFolder(AnnotatedDataset):
                 f"{path} is a picture of {values.shape[2]} channels ({mode}), but a mask has one class a pixel"
             )
         first, last = int(self.ignore_zero), len(self.classes) - 1 + int(self.ignore_zero)
-        wrong = (values > last) & (values != IGNORE)
+        wrong = (values > last) & (values != IGNORE_INDEX)
         if wrong.any():
             raise DataError(
                 f"{path} has the value {values[wrong][0]}, but the {len(self.classes)} classes are {first} to {last}"
-                f" ({IGNORE} is ignored)"
+                f" ({IGNORE_INDEX} is ignored)"
             )
         classes = torch.from_numpy(values.astype(np.uint8, copy=False))
         if self.ignore_zero:  # 0 becomes 255, which 255 - 1 must not leave
-            classes = torch.where(classes == IGNORE, classes, classes - 1)
+            classes = torch.where(classes == IGNORE_INDEX, classes, classes - 1)
         return classes
 
     def coco_dict(self) -> dict[str, Any]:

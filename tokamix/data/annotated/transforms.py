@@ -17,9 +17,11 @@ from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from tokamix.data.annotated.datasets import IGNORE, AnnotatedImage
+from tokamix.data.annotated.datasets import AnnotatedImage
+from tokamix.tasks import IGNORE_INDEX
 
 if TYPE_CHECKING:
+    from tokamix.inference import InferenceConfig
     from tokamix.recipes import Recipe
 
 CROP_TRIES = 10  # for a crop that no class fills
@@ -40,13 +42,28 @@ def resize(scene: AnnotatedImage, size: tuple[int, int], interpolation: str = "b
     """The scene at another height and width; masks and classes of pixels take the nearest."""
     if size == scene.size:
         return scene
-    move = partial(F.resize, size=list(size), interpolation=InterpolationMode(interpolation))
-    image = scene.image
+    return replace(
+        scene,
+        image=resize_image(scene.image, size, interpolation),
+        boxes=_resize_boxes(scene, size),
+        masks=_nearest(scene.masks, size),
+        segmentation=_nearest(scene.segmentation, size),
+    )
+
+
+def _resize_boxes(scene: AnnotatedImage, size: tuple[int, int]) -> Tensor:
+    boxes = tv_tensors.BoundingBoxes(scene.boxes, format="XYXY", canvas_size=scene.size)
+    return F.clamp_bounding_boxes(F.resize(boxes, list(size))).as_subclass(Tensor)
+
+
+def resize_image(image: Tensor, size: tuple[int, int], interpolation: str = "bilinear") -> Tensor:
+    """Resize an image (3, H, W) uint8 to (height, width), with antialiasing."""
+    if size == (image.shape[-2], image.shape[-1]):
+        return image
     # torch (2.11 to 2.15) writes nonsense into a single column, unless channels are the last in memory
     if size[1] == 1:
         image = image.permute(1, 2, 0).contiguous().permute(2, 0, 1)
-    moved = _moved(replace(scene, image=image, masks=None, segmentation=None), move)
-    return replace(moved, masks=_nearest(scene.masks, size), segmentation=_nearest(scene.segmentation, size))
+    return F.resize(image, list(size), interpolation=InterpolationMode(interpolation))
 
 
 def _nearest(classes: Tensor | None, size: tuple[int, int]) -> Tensor | None:
@@ -112,7 +129,7 @@ def crop_classes(scene: AnnotatedImage, side: int, most: float, draw: np.random.
         if most >= 1:
             break
         part = scene.segmentation[top : top + height, left : left + width]
-        counts = torch.bincount(part.flatten(), minlength=IGNORE + 1)[:IGNORE]
+        counts = torch.bincount(part.flatten(), minlength=IGNORE_INDEX + 1)[:IGNORE_INDEX]
         if (counts > 0).sum() > 1 and counts.max() < most * counts.sum():
             break
     return crop(scene, top, left, height, width)
@@ -149,7 +166,7 @@ def train_segment(scene: AnnotatedImage, recipe: "Recipe", draw: np.random.Gener
     factor = draw.uniform(*recipe.scale_range) if recipe.scale_range else 1.0
     long, short = recipe.scale or (max(scene.size), min(scene.size))
     scene = resize(scene, fitted(scene.size, (int(long * factor), int(short * factor))), recipe.interpolation)
-    scene = crop_classes(scene, recipe.crop_size or recipe.image_size, recipe.cat_max, draw)
+    scene = crop_classes(scene, recipe.crop_size, recipe.cat_max, draw)
     if draw.random() < recipe.hflip:
         scene = flip(scene)
     return _distorted(scene, recipe, draw)
@@ -172,12 +189,17 @@ def train_detect(scene: AnnotatedImage, recipe: "Recipe", draw: np.random.Genera
     return _distorted(scene, recipe, draw)
 
 
-def shown(scene: AnnotatedImage, recipe: "Recipe") -> AnnotatedImage:
-    """A scene as it is evaluated: its image and boxes resized; its masks and classes of pixels as they are."""
-    moved = resize(
-        replace(scene, masks=None, segmentation=None), fitted(scene.size, recipe.scale), recipe.interpolation
-    )
-    return replace(moved, masks=scene.masks, segmentation=scene.segmentation)
+def eval_transform(image: Tensor, config: "InferenceConfig") -> Tensor:
+    """Resize an image (3, H, W) uint8 for evaluation and prediction, to fit into `config.scale`."""
+    size = fitted((image.shape[-2], image.shape[-1]), config.scale)
+    return resize_image(image, size, config.interpolation)
+
+
+def transform_for_eval(scene: AnnotatedImage, config: "InferenceConfig") -> AnnotatedImage:
+    """Resize image and boxes for evaluation; masks and semantic mask keep the original size."""
+    image = eval_transform(scene.image, config)
+    size = (image.shape[-2], image.shape[-1])
+    return scene if size == scene.size else replace(scene, image=image, boxes=_resize_boxes(scene, size))
 
 
 def _distorted(scene: AnnotatedImage, recipe: "Recipe", draw: np.random.Generator) -> AnnotatedImage:

@@ -51,22 +51,22 @@ class ImageStream:
         """The pictures of one shard."""
         raise NotImplementedError
 
-    def share(self, rank: int, world: int) -> int:
+    def count(self, rank: int, world_size: int) -> int:
         """How many pictures a rank reads when each is to be read exactly once."""
-        if self._by_shard(world):
-            return sum(self.sizes[rank::world])
-        return len(range(rank, self.size, world))
+        if self._by_shard(world_size):
+            return sum(self.sizes[rank::world_size])
+        return len(range(rank, self.size, world_size))
 
-    def read(self, seed: int, epoch: int, rank: int, world: int, shuffle: bool) -> Iterator[Item]:
+    def read(self, seed: int, epoch: int, rank: int, world_size: int, shuffle: bool) -> Iterator[Item]:
         """A rank's pictures: endless and shuffled in training; else each exactly once over all ranks."""
         if shuffle:
-            yield from self._lanes(seed, epoch, rank, world)
-        elif self._by_shard(world):
-            for shard in self.shards[rank::world]:
+            yield from self._lanes(seed, epoch, rank, world_size)
+        elif self._by_shard(world_size):
+            for shard in self.shards[rank::world_size]:
                 yield from self._checked(shard)
         else:
             yield from itertools.islice(
-                itertools.chain.from_iterable(map(self._checked, self.shards)), rank, None, world
+                itertools.chain.from_iterable(map(self._checked, self.shards)), rank, None, world_size
             )
 
     def decode(self, item: Item, at_least: int | None = None) -> tuple[Image.Image, int]:
@@ -77,8 +77,8 @@ class ImageStream:
         """What to call it in messages."""
         return item.name
 
-    def _by_shard(self, world: int) -> bool:
-        return bool(self.sizes) and len(self.shards) >= world
+    def _by_shard(self, world_size: int) -> bool:
+        return bool(self.sizes) and len(self.shards) >= world_size
 
     def _checked(self, shard: Any) -> Iterator[Item]:
         for item in self.items(shard):
@@ -86,10 +86,10 @@ class ImageStream:
                 raise DataError(f"{item.name} has label {item.label}, but there are {len(self.classes)} classes")
             yield item
 
-    def _lanes(self, seed: int, epoch: int, rank: int, world: int) -> Iterator[Item]:
+    def _lanes(self, seed: int, epoch: int, rank: int, world_size: int) -> Iterator[Item]:
         order = random.Random(key(seed, epoch, "shards")).sample(self.shards, len(self.shards))
         count = min(LANES, len(order))
-        own = count % world == 0  # then the lanes of a rank are the same in each round
+        own = count % world_size == 0  # then the lanes of a rank are the same in each round
 
         def lane(i: int) -> Iterator[Item]:
             draw = random.Random(key(seed, epoch, "lane", i))
@@ -97,12 +97,12 @@ class ImageStream:
                 items = itertools.chain.from_iterable(map(self._checked, order[i::count]))
                 yield from _shuffled(items, BUFFER // count, draw)
 
-        lanes = {i: lane(i) for i in range(count) if not own or i % world == rank}
+        lanes = {i: lane(i) for i in range(count) if not own or i % world_size == rank}
         for position in itertools.count():
-            if own and position % world != rank:
+            if own and position % world_size != rank:
                 continue
             item = next(lanes[position % count])
-            if position % world == rank:
+            if position % world_size == rank:
                 yield item
 
 

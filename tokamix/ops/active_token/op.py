@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tokamix.ops import dispatch
 from tokamix.ops.active_token import reference
-from tokamix.ops.active_token.reference import Plan
+from tokamix.ops.active_token.reference import GatherPlan
 
 # what fits on chip: tokens of a line, and channels that share an offset
 MAX_LINE, MAX_SHARE = 1024, 64
@@ -39,7 +39,7 @@ def active_gather(x: Tensor, offset: Tensor, dim: int, backend: str | None = Non
     return reference.active_gather(x, offset, dim)
 
 
-def active_gather_axes(x: Tensor, offset: Tensor | Plan, backend: str | None = None) -> tuple[Tensor, Tensor]:
+def active_gather_axes(x: Tensor, offset: Tensor | GatherPlan, backend: str | None = None) -> tuple[Tensor, Tensor]:
     """`active_gather` along the width and along the height, in one pass over x.
 
     Args:
@@ -51,16 +51,16 @@ def active_gather_axes(x: Tensor, offset: Tensor | Plan, backend: str | None = N
     Returns:
         What was seen along the width and along the height, (B, H, W, C) each.
     """
-    if isinstance(offset, Plan):
+    if isinstance(offset, GatherPlan):
         dispatch.choose("active_gather_axes", x, backend=backend, limit="a plan is for plain PyTorch")
     plan = plan_gather_axes(x, offset, backend) if isinstance(offset, Tensor) else offset
-    if isinstance(plan, Plan):
+    if isinstance(plan, GatherPlan):
         return reference.active_gather_axes(x, plan)
     along_width, along_height = torch.ops.tokamix.active_gather(x, plan, [2, 1])
     return along_width, along_height
 
 
-def plan_gather_axes(x: Tensor, offset: Tensor, backend: str | None = None) -> Tensor | Plan:
+def plan_gather_axes(x: Tensor, offset: Tensor, backend: str | None = None) -> Tensor | GatherPlan:
     """What calls of `active_gather_axes` with the same offset share, computed once for all maps like x.
 
     The kernels compute it faster than they could read it, so where they run the plan is the offset itself.

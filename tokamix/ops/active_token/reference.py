@@ -10,7 +10,7 @@ PAD = 2
 WIDE = {8: torch.int64, 16: torch.complex128}  # types of numbers by their bytes
 
 
-class Plan(NamedTuple):
+class GatherPlan(NamedTuple):
     """Where to read in a padded map, and how to interpolate: all that offsets decide.
 
     Channels that share an offset are neighbours in memory, so a sample is a row of C / G numbers. Each fraction belongs
@@ -26,13 +26,13 @@ def active_gather(x: Tensor, offset: Tensor, dim: int) -> Tensor:
     return _interpolate(x, _plan(x, {dim: offset}))
 
 
-def plan_axes(x: Tensor, offset: Tensor) -> Plan:
+def plan_axes(x: Tensor, offset: Tensor) -> GatherPlan:
     """What `active_gather_axes` does with an offset, whatever the values in x."""
     plans = [_plan(x, {dim: part}) for dim, part in zip((2, 1), offset.chunk(2, dim=-1), strict=True)]
-    return Plan(torch.stack([p.rows for p in plans], 1), [torch.stack([p.fractions[0] for p in plans])])
+    return GatherPlan(torch.stack([p.rows for p in plans], 1), [torch.stack([p.fractions[0] for p in plans])])
 
 
-def active_gather_axes(x: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+def active_gather_axes(x: Tensor, plan: GatherPlan) -> tuple[Tensor, Tensor]:
     """Sample x along its width and along its height; see `tokamix.ops.active_gather_axes`."""
     along_width, along_height = _interpolate(x, plan)
     return along_width, along_height
@@ -64,7 +64,7 @@ def _pad(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, PAD, PAD, PAD, PAD))
 
 
-def _interpolate(x: Tensor, plan: Plan) -> Tensor:
+def _interpolate(x: Tensor, plan: GatherPlan) -> Tensor:
     """Linear interpolation between the rows of x that a plan names."""
     index, fractions = plan
     rows = _pad(x).reshape(-1, x.shape[-1] // index.shape[-1])
@@ -84,7 +84,7 @@ def _read(rows: Tensor, index: Tensor) -> Tensor:
     return rows.view(wide).flatten().index_select(0, index).view(rows.dtype)
 
 
-def _plan(x: Tensor, offsets: dict[int, Tensor]) -> Plan:
+def _plan(x: Tensor, offsets: dict[int, Tensor]) -> GatherPlan:
     """The plan to look along each of the axes in `offsets`, (B, H, W, G) each."""
     (batch, height, width, channels), groups = x.shape, next(iter(offsets.values())).shape[-1]
     strides = {1: (width + 2 * PAD) * groups, 2: groups}
@@ -112,4 +112,4 @@ def _plan(x: Tensor, offsets: dict[int, Tensor]) -> Plan:
         whole = left.to(kind).clamp(-PAD, sizes[dim])  # again: NaN passes the first clamp
         index = torch.add(index, whole, alpha=strides[dim])
         fractions.append((position - left).unsqueeze(-1).expand(*offset.shape, channels // groups).flatten(-2))
-    return Plan(index, fractions)
+    return GatherPlan(index, fractions)

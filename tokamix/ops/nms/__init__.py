@@ -1,1 +1,1 @@
-"""Non-maximum suppression of many lists of boxes at once."""
+"""Batched non-maximum suppression (NMS) of boxes."""

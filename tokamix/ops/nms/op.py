@@ -1,4 +1,4 @@
-"""The public suppression of boxes and its registration."""
+"""Public function and operator registration of batched NMS."""
 
 import math
 
@@ -9,35 +9,38 @@ from tokamix.ops import dispatch
 from tokamix.ops.nms import reference
 
 
-def suppress(boxes: Tensor, valid: Tensor, overlap: float, backend: str | None = None) -> Tensor:
-    """Greedy non-maximum suppression within each of many lists, without waiting for the device.
+def batched_nms(boxes: Tensor, valid: Tensor, iou_threshold: float, backend: str | None = None) -> Tensor:
+    """Greedy non-maximum suppression within each of many lists of boxes, without synchronising with the device.
+
+    Unlike torchvision's `batched_nms` it takes padded lists that are already sorted, and returns a mask: all shapes are
+    static, so it compiles and needs no transfer to the host.
 
     Args:
-        boxes: (..., N, 4) as left, top, right, bottom, float32; each list of N best first.
-        valid: (..., N), which of them count; the others are neither kept nor hide anything.
-        overlap: a box is hidden if its IoU with a better one that is kept is larger.
+        boxes: (..., N, 4) as (x1, y1, x2, y2), float32; each list of N is sorted by descending score.
+        valid: (..., N), False for padding, which is neither kept nor suppresses other boxes.
+        iou_threshold: a box is dropped if its IoU with a kept box of higher score is larger.
         backend: "eager", "triton" or None; see `tokamix.ops.dispatch`.
 
     Returns:
-        (..., N), which boxes are kept.
+        (..., N) bool, True for the boxes that are kept.
     """
     if boxes.shape != (*valid.shape, 4):
-        raise ValueError(f"suppress needs boxes (..., N, 4) and valid (..., N), got {boxes.shape} and {valid.shape}")
-    kernel = dispatch.choose("suppress", boxes, backend=backend) == "triton"
+        raise ValueError(f"batched_nms needs boxes (..., N, 4) and valid (..., N), got {boxes.shape} and {valid.shape}")
+    kernel = dispatch.choose("batched_nms", boxes, backend=backend) == "triton"
     flat = math.prod(valid.shape[:-1]), valid.shape[-1]
     boxes, lists = boxes.detach().float().reshape(*flat, 4), valid.reshape(flat)
-    return torch.ops.tokamix.suppress(boxes, lists, overlap, kernel).view(valid.shape)
+    return torch.ops.tokamix.batched_nms(boxes, lists, iou_threshold, kernel).view(valid.shape)
 
 
-@torch.library.custom_op("tokamix::suppress", mutates_args=())
-def _suppress(boxes: Tensor, valid: Tensor, overlap: float, kernel: bool) -> Tensor:
+@torch.library.custom_op("tokamix::batched_nms", mutates_args=())
+def _batched_nms(boxes: Tensor, valid: Tensor, iou_threshold: float, kernel: bool) -> Tensor:
     if kernel:
         from tokamix.ops.nms import kernels
 
-        return kernels.suppress(boxes, valid, overlap)
-    return reference.suppress(boxes, valid, overlap)
+        return kernels.batched_nms(boxes, valid, iou_threshold)
+    return reference.batched_nms(boxes, valid, iou_threshold)
 
 
-@_suppress.register_fake
-def _(boxes: Tensor, valid: Tensor, overlap: float, kernel: bool) -> Tensor:
+@_batched_nms.register_fake
+def _(boxes: Tensor, valid: Tensor, iou_threshold: float, kernel: bool) -> Tensor:
     return torch.empty_like(valid, memory_format=torch.contiguous_format)

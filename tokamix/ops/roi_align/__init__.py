@@ -1,1 +1,1 @@
-"""RoIAlign over the levels of a pyramid."""
+"""RoIAlign over the levels of a feature pyramid."""

@@ -1,4 +1,4 @@
-"""The public RoIAlign over a pyramid and its registration."""
+"""Public function and operator registration of multi-scale RoIAlign."""
 
 from collections.abc import Sequence
 
@@ -8,57 +8,63 @@ from torch import Tensor
 from tokamix.ops import dispatch
 from tokamix.ops.roi_align import reference
 
-LEVELS = 4  # that the kernel takes
+MAX_LEVELS = 4  # supported by the kernel
 
 
-def align_regions(
-    maps: Sequence[Tensor],
+def multiscale_roi_align(
+    features: Sequence[Tensor],
     boxes: Tensor,
-    image: Tensor,
+    image_index: Tensor,
     level: Tensor,
-    side: int,
+    output_size: int,
     strides: Sequence[int],
     backend: str | None = None,
 ) -> Tensor:
-    """RoIAlign (arXiv 1703.06870) where each region is read from its own level of a pyramid.
+    """RoIAlign (arXiv 1703.06870) where each box is pooled from its own level of a feature pyramid.
 
-    A region is divided into side x side cells; each is the mean of samples at about one pixel's distance, with pixel
-    centres at halves. The kernel has no gradient, so where one is needed torchvision's operator runs.
+    A box is divided into output_size x output_size cells; a cell is the mean of bilinear samples about one pixel apart
+    (torchvision's `sampling_ratio=0, aligned=True`). The kernel has no backward, so torchvision's operator runs where a
+    gradient is needed.
 
     Args:
-        maps: (B, C, H_i, W_i), of one dtype; the kernel reads them channels last.
-        boxes: (N, 4) as left, top, right, bottom in pixels of the image, float32.
-        image: (N,), which of the B images a box is in.
-        level: (N,), which of the maps it is read from.
-        side: cells of a region, in both directions.
-        strides: pixels of the image for each pixel of the maps.
+        features: maps (B, C, H_i, W_i) of one dtype; the kernel reads them channels last.
+        boxes: (N, 4) as (x1, y1, x2, y2) in pixels of the image, float32.
+        image_index: (N,), the image of the batch that each box belongs to.
+        level: (N,), the index of the map that each box is pooled from.
+        output_size: cells per side.
+        strides: stride of each map relative to the image.
         backend: "eager", "triton" or None; see `tokamix.ops.dispatch`.
 
     Returns:
-        (N, C, side, side).
+        (N, C, output_size, output_size).
     """
-    if not len(maps) == len(strides) > 0:
-        raise ValueError(f"{len(maps)} maps came with {len(strides)} strides; each map needs one")
-    limit = None if len(maps) <= LEVELS else f"there are {len(maps)} maps, the kernel takes {LEVELS}"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in maps):
+    if not len(features) == len(strides) > 0:
+        raise ValueError(f"got {len(features)} feature maps and {len(strides)} strides; pass one stride per map")
+    levels = len(features)
+    limit = f"{levels} feature maps are more than the kernel's {MAX_LEVELS}" if levels > MAX_LEVELS else None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in features):
         limit = "a gradient is needed"
-    if dispatch.choose("align_regions", *maps, backend=backend, limit=limit) == "eager":
-        return reference.align_regions(maps, boxes, image, level, side, strides)
-    return torch.ops.tokamix.align_regions(list(maps), boxes.float(), image, level, side, list(strides))
+    if dispatch.choose("multiscale_roi_align", *features, backend=backend, limit=limit) == "eager":
+        return reference.multiscale_roi_align(features, boxes, image_index, level, output_size, strides)
+    return torch.ops.tokamix.multiscale_roi_align(
+        list(features), boxes.float(), image_index, level, output_size, list(strides)
+    )
 
 
-@torch.library.custom_op("tokamix::align_regions", mutates_args=())
-def _align_regions(
-    maps: list[Tensor], boxes: Tensor, image: Tensor, level: Tensor, side: int, strides: list[int]
+@torch.library.custom_op("tokamix::multiscale_roi_align", mutates_args=())
+def _multiscale_roi_align(
+    features: list[Tensor], boxes: Tensor, image_index: Tensor, level: Tensor, output_size: int, strides: list[int]
 ) -> Tensor:
-    if dispatch.why_not(*maps) is None:
+    if dispatch.why_not(*features) is None:
         from tokamix.ops.roi_align import kernels
 
-        return kernels.align_regions(maps, boxes, image, level, side, strides)
-    found = reference.align_regions(maps, boxes, image, level, side, strides)
-    return found.contiguous(memory_format=torch.channels_last)
+        return kernels.multiscale_roi_align(features, boxes, image_index, level, output_size, strides)
+    pooled = reference.multiscale_roi_align(features, boxes, image_index, level, output_size, strides)
+    return pooled.contiguous(memory_format=torch.channels_last)
 
 
-@_align_regions.register_fake
-def _(maps: list[Tensor], boxes: Tensor, image: Tensor, level: Tensor, side: int, strides: list[int]) -> Tensor:
-    return maps[0].new_empty(len(boxes), side, side, maps[0].shape[1]).permute(0, 3, 1, 2)
+@_multiscale_roi_align.register_fake
+def _(
+    features: list[Tensor], boxes: Tensor, image_index: Tensor, level: Tensor, output_size: int, strides: list[int]
+) -> Tensor:
+    return features[0].new_empty(len(boxes), output_size, output_size, features[0].shape[1]).permute(0, 3, 1, 2)

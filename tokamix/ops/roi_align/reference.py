@@ -1,4 +1,4 @@
-"""RoIAlign by torchvision, level by level."""
+"""Multi-scale RoIAlign with torchvision's `roi_align`, level by level."""
 
 from collections.abc import Sequence
 
@@ -6,19 +6,25 @@ import torch
 from torch import Tensor
 
 
-def align_regions(
-    maps: Sequence[Tensor], boxes: Tensor, image: Tensor, level: Tensor, side: int, strides: Sequence[int]
+def multiscale_roi_align(
+    features: Sequence[Tensor],
+    boxes: Tensor,
+    image_index: Tensor,
+    level: Tensor,
+    output_size: int,
+    strides: Sequence[int],
 ) -> Tensor:
-    """Maps (B, C, H_i, W_i), boxes (N, 4) -> (N, C, side, side); see `tokamix.ops.roi_align.op`."""
-    from torchvision.ops import roi_align  # heavy, and only detectors need it
+    """Maps (B, C, H_i, W_i), boxes (N, 4) -> (N, C, output_size, output_size); see `tokamix.ops.roi_align.op`."""
+    from torchvision.ops import roi_align  # slow to import, and only detectors need it
 
-    dtype = torch.promote_types(maps[0].dtype, torch.float32)  # float16 cannot place a box on a large map
-    rois, order = torch.cat([image[:, None].to(boxes), boxes], 1).to(dtype), level.argsort()
-    counts = level.bincount(minlength=len(maps)).tolist()  # waits for the device
+    # float16 cannot represent box coordinates on a large map
+    dtype = torch.promote_types(features[0].dtype, torch.float32)
+    rois, order = torch.cat([image_index[:, None].to(boxes), boxes], 1).to(dtype), level.argsort()
+    counts = level.bincount(minlength=len(features)).tolist()  # synchronises with the device
     pooled = torch.cat(
         [
-            roi_align(x.to(dtype).contiguous(), part, side, 1 / stride, sampling_ratio=0, aligned=True)
-            for x, part, stride in zip(maps, rois[order].split(counts), strides, strict=True)
+            roi_align(x.to(dtype).contiguous(), part, output_size, 1 / stride, sampling_ratio=0, aligned=True)
+            for x, part, stride in zip(features, rois[order].split(counts), strides, strict=True)
         ]
     )
-    return torch.empty_like(pooled).index_copy(0, order, pooled).to(maps[0].dtype)
+    return torch.empty_like(pooled).index_copy(0, order, pooled).to(features[0].dtype)

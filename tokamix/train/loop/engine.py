@@ -100,7 +100,7 @@ class Engine:
         """Train to the end of the recipe; `present` is called with the best row where people may look."""
         self.display, self.trackers, self.present = display, trackers, present
         with Interrupts(active=self.accelerator.num_processes == 1) as self.interrupts, display:
-            while self.epoch < self.recipe.rounds:
+            while self.epoch < self.recipe.evaluations:
                 self._train_epoch()
                 self._finish_epoch()
 
@@ -233,7 +233,7 @@ class Engine:
         if picture is not None and self.main:
             self.folder.add_picture(self.epoch, picture, self.best["epoch"] if self.best else self.epoch)
         self.epoch, self.step, self.sums, self.counted, self.seconds = self.epoch + 1, 0, {}, 0, 0.0
-        self.finished = self.epoch == self.recipe.rounds
+        self.finished = self.epoch == self.recipe.evaluations
         due = self._save_is_due() or self.finished
         if due and self.main:
             self.present(self.best)

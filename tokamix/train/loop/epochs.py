@@ -26,7 +26,7 @@ class Rounds:
         """Batches of a round, from batch `start` on."""
         first = number * self.length + start
         if self._position != first:
-            self._position, self._reading = first, self.loader.onward(*divmod(first, len(self.loader)))
+            self._position, self._reading = first, self.loader.endless(*divmod(first, len(self.loader)))
         while self._position < (number + 1) * self.length:
             self._position += 1
             yield next(self._reading)

@@ -29,7 +29,7 @@ def create_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> 
         lr=recipe.peak_lr,
         weight_decay=recipe.weight_decay,
         momentum=recipe.momentum,
-        layer_decay=recipe.layer_decay,
+        layer_decay=getattr(recipe, "layer_decay", None),
         **kwargs,
     )
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from PIL.Image import Image
 
-from tokamix.files import WriteError, write_atomically, write_tensors, write_text
+from tokamix.files import WriteError, write_atomically, write_json, write_tensors, write_text
 from tokamix.train.loop.state import Tensors
 from tokamix.train.output.card import model_card
 from tokamix.train.output.curves import draw_curves
@@ -45,8 +45,8 @@ class RunFolder:
     def begin(self, recipe_yaml: str, config: Row, processes: int, device: torch.device) -> None:
         """Write what is known before the first step."""
         write_text(self.path / "recipe.yaml", recipe_yaml)
-        write_text(self.path / "config.json", json.dumps(config, indent=2))
-        write_text(self.path / "environment.json", json.dumps(environment(processes, device), indent=2))
+        write_json(self.path / "config.json", config, indent=2)
+        write_json(self.path / "environment.json", environment(processes, device), indent=2)
 
     def forget(self) -> None:
         """Remove what a run of before left, so that this one starts anew."""

@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.data import resolve_model_data_config
 from torch import nn
 
 from tokamix.checkpoint import load_checkpoint, read_checkpoint, unwrap
 from tokamix.data.annotated.datasets import DatasetSplits
-from tokamix.dense.saved import config_of, create_dense, load_weights
-from tokamix.evaluate.accuracy import statistics
-from tokamix.evaluate.dense import inference_settings
+from tokamix.dense.saved import create_dense_model, load_matching_weights
+from tokamix.inference import InferenceConfig, read_config
 from tokamix.models._registry import create_model
 from tokamix.recipes import Recipe
 from tokamix.train.loop.optim import DropPathSchedule
 
 _log = logging.getLogger("tokamix")
+# values of a recipe that also decide how a trained segmenter or detector is used
+INFERENCE = ("scale", "interpolation", "window", "window_stride", "test_scales", "test_flip")
 
 
 def build_model(
@@ -42,7 +42,7 @@ def build_model(
         checkpoint: a file, a run's folder or `hf-hub:user/name` to start from.
         pretrained: start from timm's pretrained weights.
     """
-    told = config_of(checkpoint) if checkpoint is not None else {}
+    told = read_config(checkpoint) if checkpoint is not None else {}
     if "method" in told:
         raise ValueError(f"{checkpoint} holds no classifier, but {told['method']} for the task {told['task']}")
     name = _name(name, told.get("architecture"), recipe, checkpoint, pretrained)
@@ -77,7 +77,7 @@ def build_dense(
     """
     if isinstance(model, nn.Module):
         raise ValueError(f"task {recipe.task} builds its model itself; give the name of a backbone")
-    told = config_of(checkpoint) if checkpoint is not None else {}
+    told = read_config(checkpoint) if checkpoint is not None else {}
     same = told.get("method") == recipe.method
     name = _name(model, told.get("architecture") or told.get("backbone"), recipe, checkpoint, pretrained)
     known: dict[str, Any] = told.get("model_args") or told.get("backbone_args") or {}
@@ -89,10 +89,8 @@ def build_dense(
         "backbone": name,
         "num_classes": len(data.classes),
         "label_names": list(data.classes),
-        "category_ids": list(data.train.category_ids),
         "method_args": dict(recipe.method_kwargs),
         "backbone_args": {**own, **recipe.model_kwargs},
-        "inference": inference_settings(recipe),
     }
     torch.manual_seed(recipe.seed)
     body = unwrap(read_checkpoint(checkpoint)) if checkpoint is not None and not same else None
@@ -100,20 +98,26 @@ def build_dense(
         _log.warning("%s says nothing of its method: the backbone alone is taken; give the run's folder", checkpoint)
     start = {"pretrained": pretrained, "checkpoint": body}
     try:
-        network = create_dense(config, drop_path=DropPathSchedule.build_rate(recipe), **start)
+        network = create_dense_model(config, drop_path=DropPathSchedule.build_rate(recipe), **start)
     except TypeError as error:
         raise ValueError(
             f"neither {recipe.method} nor {name} takes an argument {_unknown(error)!r}; change the recipe's"
             " method_kwargs, model_kwargs or drop_path"
         ) from error
     if same and checkpoint is not None:
-        fresh = load_weights(network, checkpoint)
+        fresh = load_matching_weights(network, checkpoint)
         if lost := [parameter for parameter in fresh if parameter.startswith("backbone.")]:
             raise ValueError(f"{checkpoint} does not fit {name}: it has nothing for {len(lost)} weights as {lost[0]}")
         for parameter in fresh:
             _log.warning("%s keeps its initial values: the checkpoint has none of that shape", parameter)
-    cfg = resolve_model_data_config(network.backbone.body)
-    return network, config | {"mean": list(cfg["mean"]), "std": list(cfg["std"])}
+    inference = InferenceConfig.from_model(
+        network.backbone.body,
+        data.classes,
+        task=recipe.task,
+        category_ids=tuple(data.train.category_ids),
+        **{key: getattr(recipe, key) for key in INFERENCE},
+    )
+    return network, config | {"inference": inference.to_dict()}
 
 
 def _unknown(error: TypeError) -> str:
@@ -151,32 +155,28 @@ def _create(name: str, pretrained: bool, num_classes: int, arguments: dict[str, 
         ) from error
 
 
-def data_config(model: nn.Module, recipe: Recipe, channels: int) -> dict[str, Any]:
-    """Size, normalisation and crop of the model's images: its own, with what recipe and data say."""
-    config = dict(resolve_model_data_config(model))
-    config["input_size"] = (channels, recipe.image_size, recipe.image_size)
-    config["interpolation"] = recipe.interpolation
+def inference_config(model: nn.Module, recipe: Recipe, channels: int, classes: tuple[str, ...]) -> InferenceConfig:
+    """Preprocessing of a classifier: the model's own, replaced by the recipe's values."""
+    options: dict[str, Any] = {"image_size": recipe.image_size, "interpolation": recipe.interpolation}
     if recipe.crop_pct is not None:
-        config["crop_pct"] = recipe.crop_pct
-    stated = statistics(config)
-    return config | {"mean": stated["mean"], "std": stated["std"]}
+        options["crop_pct"] = recipe.crop_pct
+    return InferenceConfig.from_model(model, classes, in_chans=channels, **options)
 
 
-def timm_config(
-    model: Any, arguments: dict[str, Any], config: dict[str, Any], classes: tuple[str, ...]
-) -> dict[str, Any]:
+def timm_config(model: Any, arguments: dict[str, Any], config: InferenceConfig) -> dict[str, Any]:
     """What timm and the Hub need beside the weights to make and feed the model again: the content of config.json."""
     dropped = {"url", "file", "source", "hf_hub_id", "hf_hub_filename", "state_dict", "tag", "architecture", "notes"}
     cfg = {
         k: v for k, v in (getattr(model, "pretrained_cfg", None) or {}).items() if v is not None and k not in dropped
     }
-    cfg |= {key: config[key] for key in ("input_size", "mean", "std", "interpolation", "crop_pct")}
-    cfg |= {"num_classes": len(classes)}
+    cfg |= {key: getattr(config, key) for key in ("mean", "std", "interpolation", "crop_pct", "num_classes")}
+    cfg |= {"input_size": (config.in_chans, config.image_size, config.image_size)}
     return {
         "architecture": (getattr(model, "pretrained_cfg", None) or {}).get("architecture", type(model).__name__),
-        "num_classes": len(classes),
+        "num_classes": config.num_classes,
         "num_features": getattr(model, "num_features", None),
-        "label_names": list(classes),
+        "label_names": list(config.class_names),
         "model_args": arguments,
         "pretrained_cfg": cfg,
+        "inference": config.to_dict(),
     }

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tokamix.compile import compile_blocks
-from tokamix.distributed import join
+from tokamix.distributed import init_process_group
 from tokamix.recipes import Recipe
 from tokamix.train.loop.optim import create_optimizer
 
@@ -33,7 +33,7 @@ def create_accelerator(precision: str, device: str | None = None) -> Accelerator
     if precision == "fp16" and cpu:
         raise ValueError("fp16 needs a GPU; on the CPU train with --set precision=fp32 or precision=bf16")
     if cpu or torch.cuda.is_available():
-        join("gloo" if cpu else "nccl")
+        init_process_group("gloo" if cpu else "nccl")
     return Accelerator(mixed_precision={"fp32": "no"}.get(precision, precision), cpu=cpu)
 
 

@@ -1,7 +1,6 @@
 """What is trained on what: the model, the data and the task of a run, which is all that differs from task to task."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,14 +8,15 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 from tokamix.checkpoint import load_checkpoint
-from tokamix.data import DatasetSplits, ImageDataset, create_dataset, create_loader
-from tokamix.data.annotated.loader import create_annotated_loader
-from tokamix.evaluate.accuracy import statistics
+from tokamix.data import DatasetSplits, ImageDataset, create_dataset
+from tokamix.data.annotated import loader as annotated
+from tokamix.data.images import loader as images
 from tokamix.evaluate.detection import check_detection
+from tokamix.inference import InferenceConfig
 from tokamix.recipes import Recipe
 from tokamix.train.loop.epochs import Rounds
 from tokamix.train.output.run_folder import Row
-from tokamix.train.setup.model import build_dense, build_model, data_config, timm_config
+from tokamix.train.setup.model import build_dense, build_model, inference_config, timm_config
 from tokamix.train.setup.parallel import Accelerator
 from tokamix.train.setup.teacher import load_teacher
 from tokamix.train.tasks import Task
@@ -75,16 +75,17 @@ def _classification(
     else:
         network, arguments = build_model(model, recipe, classes, channels, checkpoint, pretrained)
     recipe = _with_crop(recipe, network, opened)
-    config = data_config(network, recipe, channels)
-    described = timm_config(network, arguments, config, opened.classes)
+    config = inference_config(network, recipe, channels, opened.classes)
+    described = timm_config(network, arguments, config)
+    normalisation = {"in_chans": channels, "mean": config.mean, "std": config.std}
 
     def equip(accelerator: Accelerator, reading: Row) -> tuple[Loaders, Task]:
-        common = {**reading, **_place(recipe, accelerator), **statistics(config)}
-        train_loader = create_loader(opened.train, recipe, train=True, **common)
-        loaders = in_rounds(train_loader, recipe), create_loader(opened.val, recipe, train=False, **common)
+        common = {**reading, **_place(recipe, accelerator)}
+        train_loader = images.create_train_loader(opened.train, recipe, **common, **normalisation)
+        loaders = in_rounds(train_loader, recipe), images.create_eval_loader(opened.val, config, **common)
         if recipe.distillation == "none":
             return loaders, Classify(recipe, classes)
-        student, device = (config["mean"], config["std"]), accelerator.device
+        student, device = (config.mean, config.std), accelerator.device
         teacher = load_teacher(str(recipe.teacher), classes, student, device, accelerator.autocast, recipe.compile)
         return loaders, Distill(recipe, classes, teacher)
 
@@ -103,9 +104,11 @@ def _dense(
         check_detection(opened.val, network.has_masks)
 
     def equip(accelerator: Accelerator, reading: Row) -> tuple[Loaders, Task]:
-        common = {**reading, **_place(recipe, accelerator), "mean": config["mean"], "std": config["std"]}
-        train_loader = create_annotated_loader(opened.train, recipe, task_name, train=True, **common)
-        val_loader = create_annotated_loader(opened.val, recipe, task_name, train=False, **common)
+        common = {**reading, **_place(recipe, accelerator)}
+        inference = InferenceConfig.from_dict(config["inference"])
+        normalisation: Row = {"mean": inference.mean, "std": inference.std}
+        train_loader = annotated.create_train_loader(opened.train, recipe, **common, **normalisation)
+        val_loader = annotated.create_eval_loader(opened.val, inference, **common)
         make = Segment if recipe.task == "segment" else Detect
         return (in_rounds(train_loader, recipe), val_loader), make(recipe, opened, config)
 
@@ -122,7 +125,7 @@ def in_rounds(loader: Any, recipe: Recipe) -> Rounds:
 
 def _place(recipe: Recipe, accelerator: Accelerator) -> Row:
     world = accelerator.num_processes
-    place = {"rank": accelerator.process_index, "world": world, "device": accelerator.device}
+    place = {"rank": accelerator.process_index, "world_size": world, "device": accelerator.device}
     return {"batch_size": recipe.micro_batch(world), **place}
 
 
@@ -131,4 +134,4 @@ def _with_crop(recipe: Recipe, model: nn.Module, opened: DatasetSplits) -> Recip
     if recipe.crop_pct is not None:
         return recipe
     small = isinstance(opened.val, ImageDataset) and opened.val.arrays() is not None
-    return replace(recipe, crop_pct=1.0 if small else resolve_model_data_config(model)["crop_pct"])
+    return recipe.replace(crop_pct=1.0 if small else resolve_model_data_config(model)["crop_pct"])

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokamix.data import Loader, mix
-from tokamix.evaluate.accuracy import accuracy
+from tokamix.evaluate.accuracy import measure_accuracy
 from tokamix.recipes import Recipe
 from tokamix.train.tasks import Logs, Moment
 
@@ -51,7 +51,7 @@ class Classify:
 
     def evaluate(self, model: nn.Module, loader: Loader, batch_size: int | None = None) -> dict[str, float]:
         """Accuracy and loss on a validation set."""
-        return accuracy(model, loader, batch_size)
+        return measure_accuracy(model, loader, batch_size)
 
     def picture(self, model: nn.Module) -> None:
         """Nothing to show."""

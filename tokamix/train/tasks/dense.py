@@ -17,6 +17,7 @@ from torchvision.transforms.functional import to_pil_image
 from tokamix.compile import compile_blocks
 from tokamix.data.annotated.datasets import AnnotatedImage, DatasetSplits
 from tokamix.data.decode import DataError
+from tokamix.inference import InferenceConfig
 from tokamix.layers import BatchNorm
 from tokamix.predict import Prediction, Predictor, draw
 from tokamix.predict.draw import Colour, contact_sheet
@@ -25,7 +26,6 @@ from tokamix.train.tasks import Logs, Moment
 
 _log = logging.getLogger("tokamix")
 SHOWN = 4  # validation images on the sheet
-SCORE = 0.3  # detections below it are not drawn
 
 
 class Dense:
@@ -42,7 +42,8 @@ class Dense:
     shown: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, recipe: Recipe, opened: DatasetSplits, config: dict[str, Any]) -> None:
-        self.recipe, self.opened, self.config = recipe, opened, config
+        self.recipe, self.opened = recipe, opened
+        self.inference = InferenceConfig.from_dict(config["inference"])
         self.scenes: list[AnnotatedImage] | None = None
         self.warned = False
 
@@ -75,7 +76,7 @@ class Dense:
     def _picture(self, model: nn.Module) -> Image.Image:
         if self.scenes is None:
             self.scenes = list(islice(self._decoded(), SHOWN))
-        predictor = Predictor(model, self.config, SCORE)
+        predictor = Predictor(model, self.inference)
         rows, used = [], set()
         for scene in self.scenes:
             found, truth = predictor(scene.image), self.truth(scene)

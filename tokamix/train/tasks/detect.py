@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from tokamix.data.annotated.datasets import AnnotatedImage, DatasetSplits
-from tokamix.evaluate.dense import detect_metrics
+from tokamix.evaluate.detection import measure_ap
 from tokamix.predict import Prediction
 from tokamix.recipes import Recipe
 from tokamix.train.tasks.dense import Dense
@@ -22,8 +22,7 @@ class Detect(Dense):
 
     def evaluate(self, model: nn.Module, loader: Any, batch_size: int | None = None) -> dict[str, float]:
         """Average precisions on a validation set."""
-        found = detect_metrics(model, loader, self.opened.val)
-        return {key: value for key, value in found.items() if isinstance(value, float)}
+        return measure_ap(model, loader, self.opened.val)
 
     def truth(self, scene: AnnotatedImage) -> Prediction:
         """What a perfect model would answer."""

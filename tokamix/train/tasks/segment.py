@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from tokamix.data.annotated.datasets import AnnotatedImage
-from tokamix.evaluate.dense import segment_metrics
+from tokamix.evaluate.segmentation import measure_miou
 from tokamix.predict import Prediction
 from tokamix.predict.draw import Colour, class_colours
 from tokamix.train.tasks.dense import Dense
@@ -21,7 +21,7 @@ class Segment(Dense):
 
     def evaluate(self, model: nn.Module, loader: Any, batch_size: int | None = None) -> dict[str, float]:
         """Mean IoU and accuracies on a validation set."""
-        found = segment_metrics(model, loader, self.opened.classes, self.recipe)
+        found = measure_miou(model, loader, self.inference)
         return {key: found[key] for key in ("miou", "pixel_accuracy", "mean_accuracy")}
 
     def truth(self, scene: AnnotatedImage) -> Prediction:

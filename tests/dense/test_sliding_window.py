@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.test_atmnet import TINY
-from tokamix.dense import create_segmenter, windows
-from tokamix.dense.windows import classify, segment, slide
+from tokamix.dense import create_segmenter, sliding_window
+from tokamix.dense.sliding_window import predict_classes, predict_probabilities, sliding_window_logits
 from tokamix.models.atmnet import ATMNet
 
 
@@ -21,9 +21,9 @@ def colours(images: Tensor) -> Tensor:
 @pytest.mark.parametrize("size", [(37, 53), (16, 16), (5, 9), (1, 400), (16, 17)])
 def test_windows_of_a_pixelwise_model_change_nothing(size: tuple[int, int]) -> None:
     images = torch.randn(2, 3, *size)
-    torch.testing.assert_close(slide(colours, images, 16, 11), colours(images))
-    torch.testing.assert_close(slide(colours, images, (16, 8)), colours(images))
-    torch.testing.assert_close(segment(colours, images, window=16), colours(images).softmax(1))
+    torch.testing.assert_close(sliding_window_logits(colours, images, 16, 11), colours(images))
+    torch.testing.assert_close(sliding_window_logits(colours, images, (16, 8)), colours(images))
+    torch.testing.assert_close(predict_probabilities(colours, images, window=16), colours(images).softmax(1))
 
 
 def test_windows_are_averaged_where_they_overlap() -> None:
@@ -35,7 +35,7 @@ def test_windows_are_averaged_where_they_overlap() -> None:
         return torch.full((1, 1, *images.shape[-2:]), float(len(seen)))
 
     images = torch.arange(10.0).repeat(1, 3, 4, 1)
-    out = slide(model, images, 6, 3)
+    out = sliding_window_logits(model, images, 6, 3)
     assert seen == [(0, 6), (3, 6), (4, 6)]
     assert out[0, 0, 0].tolist() == [1, 1, 1, 1.5, 2, 2, 2.5, 2.5, 2.5, 3]
 
@@ -50,14 +50,14 @@ def test_scales_and_mirror() -> None:
         return logits
 
     images = torch.randn(1, 3, 8, 12)
-    torch.testing.assert_close(segment(left, images, flip=True), torch.full((1, 2, 8, 12), 0.5))
+    torch.testing.assert_close(predict_probabilities(left, images, flip=True), torch.full((1, 2, 8, 12), 0.5))
     sizes: list[tuple[int, int]] = []
 
     def noting(images: Tensor) -> Tensor:
         sizes.append(tuple(images.shape[-2:]))
         return colours(images)
 
-    out = segment(noting, images, scales=(0.5, 1.0, 1.75), flip=True, size=(20, 30))
+    out = predict_probabilities(noting, images, scales=(0.5, 1.0, 1.75), flip=True, size=(20, 30))
     assert sizes == [(4, 6), (4, 6), (8, 12), (8, 12), (14, 21), (14, 21)]
     assert out.shape == (1, 4, 20, 30)
     torch.testing.assert_close(out.sum(1), torch.ones(1, 20, 30))
@@ -69,7 +69,7 @@ def test_average_is_of_probabilities() -> None:
     def model(images: Tensor) -> Tensor:
         return next(answers).view(1, 2, 1, 1).expand(1, 2, *images.shape[-2:])
 
-    out = segment(model, torch.zeros(1, 3, 4, 4), scales=(1.0, 2.0))
+    out = predict_probabilities(model, torch.zeros(1, 3, 4, 4), scales=(1.0, 2.0))
     expected = (torch.tensor([4.0, 0.0]).softmax(0) + torch.tensor([0.0, 1.0]).softmax(0)) / 2
     torch.testing.assert_close(out[0, :, 2, 1], expected)
 
@@ -79,11 +79,11 @@ def test_a_segmenter() -> None:
     """A window larger than the image is the whole image; tiny scales of a tiny image still work."""
     model = create_segmenter("semantic_fpn", ATMNet(**TINY), 4, width=8).eval()
     images = torch.randn(1, 3, 45, 70)
-    whole = segment(model, images)
+    whole = predict_probabilities(model, images)
     assert whole.shape == (1, 4, 45, 70)
-    torch.testing.assert_close(segment(model, images, window=100), whole)
-    assert not torch.allclose(segment(model, images, window=32, stride=20), whole)
-    assert segment(model, images[..., :1, :], scales=(0.25, 1.0), flip=True).shape == (1, 4, 1, 70)
+    torch.testing.assert_close(predict_probabilities(model, images, window=100), whole)
+    assert not torch.allclose(predict_probabilities(model, images, window=32, stride=20), whole)
+    assert predict_probabilities(model, images[..., :1, :], scales=(0.25, 1.0), flip=True).shape == (1, 4, 1, 70)
 
 
 class Largest(TorchDispatchMode):
@@ -113,10 +113,10 @@ HOW = [
 @pytest.mark.parametrize("strip", [1, 2000, 2**23])
 def test_classes_are_those_of_the_probabilities(monkeypatch: pytest.MonkeyPatch, how: Any, strip: int) -> None:
     """Wherever two classes are not as likely as each other up to rounding."""
-    monkeypatch.setattr(windows, "STRIP", strip)
+    monkeypatch.setattr(sliding_window, "STRIP_VALUES", strip)
     images = torch.randn(2, 3, 45, 70)
-    found = classify(colours, images, **how)
-    best, order = segment(colours, images, **how).topk(2, dim=1)
+    found = predict_classes(colours, images, **how)
+    best, order = predict_probabilities(colours, images, **how).topk(2, dim=1)
     assert found.dtype == torch.int64
     assert found.shape == order[:, 0].shape
     assert ((found == order[:, 0]) | (best[:, 0] - best[:, 1] < 1e-5)).all()
@@ -126,19 +126,19 @@ def test_classes_are_those_of_the_probabilities(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("how", [{}, {"flip": True}, {"scales": (0.5, 1.5)}], ids=str)
 def test_classes_of_a_large_image_need_little_memory(monkeypatch: pytest.MonkeyPatch, how: Any) -> None:
     """Nothing is larger than a class for each pixel; the probabilities would be four times that."""
-    monkeypatch.setattr(windows, "STRIP", 2**14)
+    monkeypatch.setattr(sliding_window, "STRIP_VALUES", 2**14)
     with Largest() as largest:
-        classes = classify(colours, torch.randn(1, 3, 30, 40), size=(600, 800), **how)
+        classes = predict_classes(colours, torch.randn(1, 3, 30, 40), size=(600, 800), **how)
     assert largest.values == classes.numel() == 600 * 800
 
 
 def test_bad_arguments() -> None:
     images = torch.zeros(1, 3, 8, 8)
-    with pytest.raises(ValueError, match="windows of 4x4 px at strides of 6x6 px leave gaps"):
-        slide(colours, images, 4, 6)
+    with pytest.raises(ValueError, match="windows of 4x4 px need strides from 1 px to their own size, got 6x6 px"):
+        sliding_window_logits(colours, images, 4, 6)
     with pytest.raises(ValueError, match=r"scales must be one or more positive numbers, got \(\)"):
-        segment(colours, images, scales=())
+        predict_probabilities(colours, images, scales=())
     with pytest.raises(ValueError, match=r"scales must be one or more positive numbers, got \(\)"):
-        classify(colours, images, scales=())
+        predict_classes(colours, images, scales=())
     with pytest.raises(ValueError, match=r"positive numbers, got \(0.5, -1\)"):
-        segment(colours, images, scales=(0.5, -1))
+        predict_probabilities(colours, images, scales=(0.5, -1))

@@ -1,0 +1,81 @@
+"""Small host models and reference formulas for the tests of swap."""
+
+import copy
+import re
+from collections.abc import Callable
+
+import timm
+import torch
+from torch import Tensor, nn
+
+SIZE, CLASSES = 64, 5
+VIT = {"img_size": SIZE, "depth": 2, "embed_dim": 24, "num_heads": 3}
+PYRAMID = {"img_size": SIZE, "depths": (1, 1, 1, 1)}
+HOSTS: dict[str, dict[str, object]] = {
+    "vit_tiny_patch16_224": VIT,
+    "deit_tiny_patch16_224": VIT,
+    "deit_tiny_distilled_patch16_224": VIT,
+    "xcit_nano_12_p16_224": {"depth": 2, "embed_dim": 32},
+    "cait_xxs24_224": {"img_size": SIZE, "depth": 2, "embed_dim": 24},
+    "pit_ti_224": {"img_size": SIZE, "depth": [1, 1, 1], "base_dims": [8, 8, 8]},
+    "pvt_v2_b0": {"depths": (1, 1, 1, 1), "embed_dims": (8, 16, 40, 64)},
+    "swin_tiny_patch4_window7_224": {
+        "img_size": SIZE,
+        "embed_dim": 24,
+        "depths": (2, 2),
+        "num_heads": (2, 4),
+        "window_size": 4,
+    },
+    "twins_pcpvt_small": {**PYRAMID, "embed_dims": (8, 16, 40, 64)},
+    "twins_svt_small": {**PYRAMID, "depths": (1, 1, 2, 1), "embed_dims": (8, 16, 32, 64), "num_heads": (2, 4, 8, 16)},
+    "cvt_13": {"depths": (1, 1, 1), "dims": (8, 24, 48)},
+    "pvt_tiny": {**PYRAMID, "dims": (8, 16, 40, 64)},
+    "localvit_tiny": {
+        "img_size": SIZE,
+        "depth": 2,
+        "embed_dim": 24,
+        "num_heads": 4,
+        "se_reduction": 4,
+        "global_pool": "avg",
+    },
+}
+
+
+def create(name: str, **kwargs: object) -> nn.Module:
+    """A small version of a host model."""
+    return timm.create_model(name, num_classes=CLASSES, **{**HOSTS[name], **kwargs})
+
+
+def images(batch: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random images."""
+    return torch.randn(batch, 3, SIZE, SIZE, dtype=dtype)
+
+
+def broadcast(x: Tensor, kind: str = "cb", scale: float | Tensor = 1.0) -> Tensor:
+    """The supplement's formulas on tokens (B, N, C) or maps (B, H, W, C)."""
+    tokens = x.reshape(x.shape[0], -1, x.shape[-1])
+    cb = (tokens + scale * tokens.mean(1, keepdim=True)) / 2
+    gate = tokens * (tokens[:, :1] + 1)
+    hybrid = tokens * tokens[:, :1] + cb
+    return {"cb": cb, "cbs": cb, "gate": gate, "hybrid": hybrid}[kind].reshape(x.shape)
+
+
+def change_outputs(model: nn.Module, paths: list[str], change: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of a model with `change` applied to the outputs of some modules."""
+    model = copy.deepcopy(model)
+    for path in paths:
+        model.get_submodule(path).register_forward_hook(lambda _, args, out: change(out))
+    return model
+
+
+def change_inputs(model: nn.Module, paths: list[str], change: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of a model with `change` applied to the inputs of some modules."""
+    model = copy.deepcopy(model)
+    for path in paths:
+        model.get_submodule(path).register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:]))
+    return model
+
+
+def submodules(model: nn.Module, pattern: str) -> list[str]:
+    """Names of submodules that match a regular expression."""
+    return [name for name, _ in model.named_modules() if re.search(pattern, name)]

@@ -1,0 +1,24 @@
+"""Normalisation over the channels of maps and tokens."""
+
+from torch import Tensor, nn
+
+from tokamix.layers.recompute import recompute_in_backward
+from tokamix.ops.precision import autocast_dtype
+
+BatchNorm = nn.modules.batchnorm._BatchNorm  # base class of BatchNorm1d, 2d, 3d and SyncBatchNorm
+
+
+class RecomputedLayerNorm(nn.LayerNorm):
+    """A LayerNorm in front of a layer: its output has the autocast dtype and is recomputed in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (..., C)."""
+        return recompute_in_backward(lambda x: nn.LayerNorm.forward(self, x).to(autocast_dtype(x)), x)
+
+
+def apply_batch_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    """Apply an nn.BatchNorm1d to the channels of a map or of tokens x (..., C).
+
+    A function, not a subclass of BatchNorm1d: `convert_sync_batchnorm` would replace a subclass by a plain layer.
+    """
+    return norm(x.reshape(-1, x.shape[-1])).view(x.shape)
