@@ -14,7 +14,7 @@ from tokamix.ops import dispatch
 
 GOLDEN = Path(__file__).parent / "golden"
 
-torch.set_num_threads(1)  # the tests run in parallel processes; two cores are shared by all of them
+torch.set_num_threads(1)  # the tests run in parallel processes
 
 
 def golden_cases(prefix: str) -> list[str]:
@@ -45,22 +45,32 @@ def assert_golden(actual: torch.Tensor, expected: torch.Tensor, what: str = "") 
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11, msg=lambda m: f"{what}: {m}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where nothing interprets them, kernels need a GPU: `pytest -m gpu` runs these tests too."""
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Collect tests of kernels only where kernels run: with Triton, and a GPU or TRITON_INTERPRET=1."""
+    can_run = dispatch.HAS_TRITON and (dispatch.INTERPRET or torch.cuda.is_available())
+    return True if collection_path.name.endswith("_kernels.py") and not can_run else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests marked `gpu` where there is no GPU; elsewhere, `pytest -m gpu` also selects the kernels' tests."""
     for item in items:
         if item.path.stem.endswith("_kernels") and not dispatch.INTERPRET:
             item.add_marker(pytest.mark.gpu)
+    if not torch.cuda.is_available():
+        deselected = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in deselected]
 
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    """Every test draws the same numbers each time, whatever ran before it."""
+    """Seed every test, so that its numbers do not depend on other tests."""
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.empty and friends hold NaN, or True, so an output nobody wrote is seen."""
+    """Fill torch.empty and friends with NaN (or True), so that outputs that are never written are found."""
     for name in ("empty", "empty_like", "empty_strided"):
         real = getattr(torch, name)
 
@@ -73,7 +83,7 @@ def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def random_weights() -> Callable[[Mapping[str, Sequence[int]]], dict[str, torch.Tensor]]:
-    """A function that draws float64 weights for names and shapes, each of a size that lets it be felt in the output."""
+    """A function that draws float64 weights for names and shapes, scaled so that each affects the output."""
 
     def draw(shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
@@ -86,3 +96,32 @@ def random_weights() -> Callable[[Mapping[str, Sequence[int]]], dict[str, torch.
         return weights
 
     return draw
+
+
+@pytest.fixture(scope="session")
+def classifier_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a classifier that was trained on `tiny_data()`; read-only."""
+    from tests.train.tiny import run
+
+    return run(tmp_path_factory.mktemp("runs") / "classifier", epochs=6).folder
+
+
+@pytest.fixture(scope="session")
+def segmenter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a segmenter that learned a few images of 48 px; read-only."""
+    from tests.train.tiny_dense import run, tiny_scenes
+
+    settings = {"iterations": 24, "eval_every": 24, "lr": 2e-2, "method_kwargs": {"width": 32, "neck_width": 32}}
+    data = tiny_scenes("segment", train=4, val=0, side=48)
+    return run("segment", tmp_path_factory.mktemp("runs") / "segmenter", data, crop_size=48, **settings).folder
+
+
+@pytest.fixture(scope="session")
+def detector_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a Mask R-CNN that learned a few images of 64 px; read-only."""
+    from tests.train.tiny_dense import run, tiny_scenes
+
+    settings = {"iterations": 24, "eval_every": 24, "method": "mask_rcnn", "hflip": 0.0, "lr": 1e-2}
+    settings |= {"method_kwargs": {"width": 16, "rois_per_image": 16}}
+    data = tiny_scenes("detect", train=4, val=0, side=64)
+    return run("detect", tmp_path_factory.mktemp("runs") / "detector", data, **settings).folder

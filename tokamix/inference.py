@@ -5,12 +5,14 @@ The config is saved with every model. Evaluation and prediction read it, so that
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import timm
+import torch
 from timm.data import (
     IMAGENET_DEFAULT_MEAN,
     IMAGENET_DEFAULT_STD,
@@ -19,12 +21,15 @@ from timm.data import (
     resolve_data_config,
 )
 from timm.models import split_model_name_tag
+from torch import nn
 
 from tokamix.checkpoint import load_checkpoint
 from tokamix.files import write_text
 from tokamix.models._registry import create_model
 from tokamix.tasks import Task
 
+Precision = Literal["fp32", "bf16", "fp16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar")
 SEGMENT_ONLY = ("window", "window_stride", "test_scales", "test_flip")
 CLASSIFY_ONLY = ("image_size", "crop_pct")
@@ -182,6 +187,48 @@ def read_config(source: str | Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """Context in which forward passes run in a precision, as in training."""
+    if precision not in DTYPES:
+        raise ValueError(f"precision is {precision!r}, but must be one of {', '.join(DTYPES)}")
+    if precision == "fp16" and device.type == "cpu":
+        raise ValueError("fp16 needs a GPU; use fp32 or bf16 on a CPU")
+    return torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32")
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode, and back into its previous mode afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def read_precision(source: Any) -> str:
+    """Read the precision that a run was evaluated in: "fp32", "bf16" or "fp16"; fp32 for everything but a run."""
+    if not isinstance(source, str | Path):
+        return "fp32"
+    return read_config(str(source).removeprefix("local-dir:")).get("precision", "fp32")
+
+
+def choose_device(device: str | None) -> torch.device:
+    """Check that a device exists; None: a GPU if there is one, otherwise the CPU."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"there is no device {device!r}; use cpu or cuda") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {device} is not supported; use cpu or cuda")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device} is not available: PyTorch finds no GPU; use cpu")
+    return chosen
+
+
 def load_model(
     source: str | Path, *, model: str | None = None, num_classes: int | None = None
 ) -> tuple[Any, InferenceConfig]:
@@ -278,14 +325,22 @@ def _class_names(cfg: Mapping[str, Any]) -> tuple[str, ...]:
     names = cfg.get("label_names") or ()
     if len(names) == count:
         return tuple(names)
-    subset = infer_imagenet_subset(dict(cfg))
+    return tuple(name for _, name in imagenet_classes(count)) or _numbers(count)
+
+
+def imagenet_classes(count: int) -> list[tuple[str, str]]:
+    """Return WordNet id and unique name of each class of the ImageNet subset with that number of classes, or []."""
+    subset = infer_imagenet_subset({"num_classes": count})
     if subset is None:
-        return _numbers(count)
+        return []
     info = ImageNetInfo(subset)
     labels = [info.index_to_label_name(i) for i in range(count)]
     names = [info.label_name_to_description(label) for label in labels]
-    seen = Counter(names)  # "crane" is a bird and a machine
-    return tuple(name if seen[name] == 1 else f"{name} ({label})" for name, label in zip(names, labels, strict=True))
+    occurrences = Counter(names)  # "crane" is a bird and a machine
+    unique = (
+        name if occurrences[name] == 1 else f"{name} ({label})" for name, label in zip(names, labels, strict=True)
+    )
+    return list(zip(labels, unique, strict=True))
 
 
 def _numbers(count: int) -> tuple[str, ...]:

@@ -1,17 +1,22 @@
 """The command line, as a user calls it."""
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
+import tokamix
 from tokamix.bench.suites import SUITES
 from tokamix.cli import app
-from tokamix.demo import ENTRANTS
+from tokamix.cli.info import _data_folder, _kernels
 from tokamix.mixers import list_mixers
-from tokamix.ops.dispatch import use_backend
+from tokamix.models.bodies import BODIES
+from tokamix.ops import dispatch
 
 
 def call(*args: str, code: int = 0) -> str:
@@ -20,61 +25,137 @@ def call(*args: str, code: int = 0) -> str:
     return result.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--help", "Usage: tokamix [OPTIONS] COMMAND"),
+        ("train --help", "torchrun --nproc-per-node 8 -m tokamix train"),
+        ("trian", "Did you mean 'train'?"),
+        ("train --dta digits", "--data"),
+        ("--version", tokamix.__version__),
+    ],
+)
+def test_answers_without_importing_torch(arguments: str, text: str) -> None:
+    """Processor time, not time on the clock: the machine may be busy."""
+    code = (
+        "import sys, time\n"
+        "from tokamix.cli import app\n"
+        "try: app(prog_name='tokamix')\n"
+        "except SystemExit: pass\n"
+        "print('seconds', time.process_time())\n"
+        "print('heavy', [m for m in ('torch', 'timm', 'numpy') if m in sys.modules])\n"
+    )
+    command = [sys.executable, "-c", code, *arguments.split()]
+    environment = {**os.environ, "COLUMNS": "160"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert text in result.stdout + result.stderr
+    assert "heavy []" in result.stdout
+    assert float(result.stdout.partition("seconds ")[2].split()[0]) < 1
+
+
+@pytest.mark.parametrize("module", ["tokamix", "tokamix.cli"])
+def test_runs_as_a_module(module: str) -> None:
+    result = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
+    assert result.stdout == f"tokamix {tokamix.__version__}\n"
+
+
 def test_models() -> None:
     out = call("models", "stvit")
     row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["stvit_small"])
     assert row[1:4] == ["25.50", "4.34", "83.6"]
-    assert "no model matches 'nothing-like-it'" in call("models", "nothing-like-it", code=1)
+    assert "more combine" not in out
+    assert "error: no model matches 'nothing-like-it'" in call("models", "nothing-like-it", code=1)
+
+
+def test_models_counts_the_hidden_ones() -> None:
+    shown, hidden = map(int, re.findall(r"(\d+) models; (\d+) more", call("models"))[0])
+    assert shown + hidden == len(tokamix.list_models())
+    assert hidden == len(BODIES) * len(list_mixers())
 
 
 def test_info() -> None:
     out = call("info")
-    for word in ("tokamix", "torch", "GPU", "triton", "kernels", "extra demo"):
+    for word in ("tokamix", "torch", "CPU features", "GPU", "triton", "kernels", "data folder", "extra demo"):
         assert word in out
-    with use_backend("eager"):
+    with dispatch.use_backend("eager"):
         assert "not used: TOKAMIX_BACKEND=eager" in call("info")
 
 
 @pytest.mark.parametrize(
-    ("backend", "says"),
+    ("forced", "reason", "text"),
     [
-        ("eager", "not used: TOKAMIX_BACKEND=eager"),
-        ("triton", "tensors are on cpu, the kernels need CUDA: operators raise errors"),
-        ("bogus", "unknown backend 'bogus': choose one of eager, triton"),
+        (None, None, "used for float16, bfloat16 and float32"),
+        (None, "Triton is not installed", "not used: Triton is not installed"),
+        ("triton", "tensors are on cpu", "TOKAMIX_BACKEND=triton, but tensors are on cpu: operators raise errors"),
+        ("triton", None, "always used, or an error"),
     ],
 )
-def test_info_on_a_forced_backend(backend: str, says: str) -> None:
-    forced = {"TOKAMIX_BACKEND": backend, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
-    command = [sys.executable, "-m", "tokamix.cli", "info"]
-    result = subprocess.run(command, env={**os.environ, **forced}, capture_output=True, text=True, check=False)
-    assert says in result.stdout + result.stderr
-    assert result.returncode == (backend == "bogus")
+def test_info_on_kernels(forced: str | None, reason: str | None, text: str) -> None:
+    assert _kernels(reason, forced) == text
 
 
-def test_demo(tmp_path) -> None:
-    """Trains, and tells the same numbers in a table and on a page; a folder keeps one demo."""
-    pytest.importorskip("sklearn")
-    out = call("demo", "--quick", "--output", str(tmp_path))
-    page = (tmp_path / "report.html").read_text()
-    table = out.partition("token mixer")[2]
-    for entrant in ENTRANTS:
-        assert entrant.title in page
-        row = next(line for line in table.splitlines() if line.startswith(entrant.title))
-        accuracy, parameters = row.removeprefix(entrant.title).split()[:3:2]
-        assert f"<td>{accuracy}\u00a0%</td><td>{parameters}" in page
-    listed = out.partition("every mixer, untrained")[2].split()
-    assert all(mixer in listed and f"<code>{mixer}</code>" in page for mixer in list_mixers())
-    assert len(list(tmp_path.rglob("last.safetensors"))) == len(ENTRANTS) == 6
-    again = " ".join(
-        call("demo", "--output", str(tmp_path), code=1).split()
-    )  # lines break where the folder's name ends
-    assert "is not trained again" in again
-    assert "holds a run with other settings" in again
+def test_info_with_an_unknown_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_forced", "bogus")  # the value of TOKAMIX_BACKEND
+    assert call("info", code=1).startswith("error: unknown backend 'bogus': choose one of eager, triton")
 
 
-def test_bench(tmp_path) -> None:
-    out = call("bench", "--suite", "ops", "--device", "cpu", "--only", "sima eager.* 197", "--output", str(tmp_path))
-    assert "sima eager: B 128, 6 heads of 64, 197 tokens: forward_ms" in out
+def test_info_on_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKAMIX_DATA", str(tmp_path))
+    assert _data_folder() == f"{tmp_path} (TOKAMIX_DATA): writable"
+    monkeypatch.setenv("TOKAMIX_DATA", str(tmp_path / "new"))
+    assert _data_folder().endswith("does not exist yet")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TOKAMIX_DATA", str(tmp_path / "file"))
+    assert _data_folder().endswith("is not a folder")
+
+
+def test_info_checks_data(tmp_path: Path) -> None:
+    for split, count in (("train", 3), ("val", 1)):
+        for name in ("cat", "dog"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for i in range(count):
+                Image.new("RGB", (8, 8)).save(tmp_path / split / name / f"{i}.png")
+    out = call("info", "--data", str(tmp_path))
+    assert "2 classes" in out
+    assert "train: 6 images, 2 classes present; 6 of them decoded" in out
+    assert "val: 2 images, 2 classes present" in out
+    assert "no problem found" in out
+    (tmp_path / "val" / "dog" / "0.png").write_bytes(b"")
+    broken = call("info", "--data", str(tmp_path), code=1)
+    assert f"error: {tmp_path / 'val' / 'dog' / '0.png'} is empty" in broken.replace("\n", "")
+    assert "did you mean digits?" in call("info", "--data", "digitz", code=1)
+    assert "train: 512 images; 512 of them decoded" in call("info", "--data", "shapes", "--task", "detect")
+
+
+def test_bench(tmp_path: Path) -> None:
+    out = call("bench", "--suite", "ops", "--device", "cpu", "--only", "context_broadcast", "--output", str(tmp_path))
+    assert "context_broadcast eager: B 128, C 384, 197 tokens: forward_ms" in out
     assert (tmp_path / "ops.csv").read_text().startswith("op,case,tokens,backend,forward_ms")
-    assert "there is no suite 'all'" in call("bench", "--suite", "all", code=1)
     assert {f"columnar_small_{m} infer 224" for m in list_mixers()} == {label for label, _ in SUITES["mixers"]("cpu")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--suite all", "there is no suite 'all'; choose one of ops, scaling, models, mixers, h200"),
+        ("--device cuda", "--device cuda needs a GPU, and torch finds none"),
+        ("--device tpu", "cannot measure on device 'tpu'; choose cuda or cpu"),
+        ("--device cpu --only (", "--only '(' is not a regular expression"),
+    ],
+)
+def test_bench_errors_are_one_sentence(arguments: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    out = call("bench", *arguments.split(), code=1)
+    assert out.startswith(f"error: {text}")
+    assert "Traceback" not in out
+
+
+@pytest.mark.parametrize("traceback", ["", "1"])
+def test_a_missing_extra_is_one_sentence(traceback: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traceback is shown where TOKAMIX_TRACEBACK asks for it."""
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    result = CliRunner().invoke(app, ["info", "--data", "digits"], env={"TOKAMIX_TRACEBACK": traceback})
+    assert result.exit_code == 1
+    assert "tokamix[demo]" in result.output
+    assert isinstance(result.exception, ImportError if traceback else SystemExit)

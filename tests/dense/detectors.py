@@ -8,25 +8,25 @@ from torch import Tensor, nn
 from tokamix.dense import Detector, create_detector
 
 CLASSES = 5
-LAST = ("cls_logits", "bbox_reg", "bbox_pred", "classify", "regress", "mask_fcn_logits")
+LAST_LAYERS = ("cls_logits", "bbox_reg", "bbox_pred", "classify", "regress", "mask_fcn_logits")
 
 
-def small(
+def small_detector(
     method: str, seed: int = 0, spread: float = 0.0, body: str | nn.Module = "resnet10t", **kwargs: int
 ) -> Detector:
-    """A detector of a few channels; with `spread` its heads say something before they have learned."""
+    """A detector with few channels; `spread` scales the last layers so that untrained heads give varied outputs."""
     torch.manual_seed(seed)
     detector = create_detector(method, body, CLASSES, width=32, **kwargs)
     if spread:
         for name, p in detector.named_parameters():
             if p.ndim > 1 and not name.startswith(("backbone.", "neck.")):
                 nn.init.kaiming_normal_(p, mode="fan_in", nonlinearity="relu")
-                if name.removesuffix(".weight").endswith(LAST):
+                if name.removesuffix(".weight").endswith(LAST_LAYERS):
                     p.data *= spread
     return detector.eval()
 
 
-def target(boxes: list[list[float]], labels: list[int], size: tuple[int, int]) -> dict[str, Tensor]:
+def create_target(boxes: list[list[float]], labels: list[int], size: tuple[int, int]) -> dict[str, Tensor]:
     """A target whose masks are the left halves of its boxes."""
     masks = torch.zeros(len(boxes), *size, dtype=torch.bool)
     for mask, (left, top, right, bottom) in zip(masks, boxes, strict=True):
@@ -39,7 +39,7 @@ def target(boxes: list[list[float]], labels: list[int], size: tuple[int, int]) -
 
 
 class Levels(nn.Module):
-    """A detector's backbone and neck as torchvision's detectors take them."""
+    """A detector's backbone and neck in the form that torchvision's detectors take."""
 
     def __init__(self, detector: Detector) -> None:
         super().__init__()

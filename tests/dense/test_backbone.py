@@ -15,10 +15,10 @@ from tests.conftest import assert_golden, load_golden
 from tests.models.test_atmnet import TINY, build, translate
 from tokamix.dense import DenseBackbone, VitPyramid, create_backbone, create_segmenter
 from tokamix.dense.backbone import LevelNorms
-from tokamix.dense.vit_pyramid import taps
+from tokamix.dense.vit_pyramid import select_blocks
 from tokamix.models.atmnet import ATMNet
 
-# one of each family and kind: pyramids with and without norms, columns of patch 8 and 16, with and without class token
+# one per family and kind: pyramids with and without norms, columns of patch 8 and 16, with and without class token
 OURS = {
     "atmnet_xtiny": LevelNorms,
     "stvit_small": LevelNorms,
@@ -35,16 +35,16 @@ OURS = {
     "localvit_tiny": VitPyramid,
     "amixer_deit_small": VitPyramid,
 }
-TIMMS = {
+TIMM = {
     "resnet18": nn.Identity,
     "convnext_atto": nn.Identity,
     "swin_tiny_patch4_window7_224": LevelNorms,
     "deit_tiny_patch16_224": VitPyramid,
     "xcit_nano_12_p8_224": VitPyramid,
     "efficientnet_b0": nn.Identity,
-    "dla46_c": nn.Identity,  # which only features_only takes apart
-    "efficientvit_b0": nn.Identity,  # whose head cannot be pruned
-    "naflexvit_base_patch16_gap": VitPyramid,  # which cannot be pruned at all
+    "dla46_c": nn.Identity,  # supports only features_only
+    "efficientvit_b0": nn.Identity,  # its head cannot be pruned
+    "naflexvit_base_patch16_gap": VitPyramid,  # cannot be pruned at all
     "vit_small_patch14_dinov2": VitPyramid,
     "vit_small_patch32_224": VitPyramid,
 }
@@ -55,7 +55,7 @@ def tiny(**kwargs: object) -> ATMNet:
 
 
 def test_golden_segmentation_backbone() -> None:
-    """The authors' segmentation/activemlp.py, norms and gradients included, through its own parameter names."""
+    """Outputs and gradients of the authors' segmentation/activemlp.py, loaded under its own parameter names."""
     golden = load_golden("atm_seg_backbone")
     backbone = create_backbone(build(golden), checkpoint=golden.weights).double().eval()
     assert sum(p.numel() for p in backbone.parameters()) == golden.meta["params"]
@@ -74,9 +74,9 @@ def test_golden_segmentation_backbone() -> None:
 EMPTY = torch.zeros(1, 1)
 
 
-@pytest.mark.parametrize(("name", "levels"), (OURS | TIMMS).items())
+@pytest.mark.parametrize(("name", "levels"), (OURS | TIMM).items())
 def test_maps(name: str, levels: type[nn.Module]) -> None:
-    """Sides that are no multiple of anything, one pixel high, and a gradient for all that is trained."""
+    """Odd sides, an image one pixel high, and a gradient for every trainable parameter."""
     backbone = create_backbone(name)
     assert type(backbone.levels) is levels
     assert backbone.strides == (4, 8, 16, 32)[: len(backbone.channels)]
@@ -85,8 +85,8 @@ def test_maps(name: str, levels: type[nn.Module]) -> None:
         images = torch.randn(1, 3, height, width)
         with torch.no_grad():
             maps = backbone(images)
-            for given, padded in zip(maps, backbone(backbone.pad(images)), strict=True):
-                assert torch.equal(given, padded)
+            for features, padded in zip(maps, backbone(backbone.pad(images)), strict=True):
+                assert torch.equal(features, padded)
         padded_sides = backbone.pad(images).shape[-2:]
         for features, channels, stride in zip(maps, backbone.channels, backbone.strides, strict=True):
             assert features.shape == (1, channels, *(math.ceil(side / stride) for side in padded_sides))
@@ -98,10 +98,10 @@ def test_maps(name: str, levels: type[nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("name", ["cait_xxs24_224", "levit_128s", "efficientformerv2_s0"])
-def test_models_of_one_size(name: str) -> None:
-    """Smaller images are padded to it, all that is trained gets a gradient, and larger ones get a sentence."""
+def test_models_of_one_image_size(name: str) -> None:
+    """Smaller images are padded to it, every trainable parameter gets a gradient, and larger images are an error."""
     backbone = create_backbone(name)
-    assert backbone.fixed == (224, 224)
+    assert backbone.fixed_size == (224, 224)
     images = torch.randn(2, 3, 70, 45)
     assert backbone.pad(images).shape == (2, 3, 224, 224)
     maps = backbone(images)
@@ -111,19 +111,21 @@ def test_models_of_one_size(name: str) -> None:
     ]
     sum(m.square().mean() for m in maps).backward()
     assert [n for n, p in backbone.named_parameters() if p.requires_grad and p.grad is None] == []
-    with pytest.raises(ValueError, match=r"takes images of at most 224x224 px, got 64x230; make it with img_size=\(64"):
+    with pytest.raises(
+        ValueError, match=r"takes images of at most 224x224 px, got 64x230; create it with img_size=\(64"
+    ):
         backbone(torch.zeros(1, 3, 64, 230))
 
 
-def test_models_of_one_size_take_another() -> None:
+def test_models_of_one_image_size_take_another() -> None:
     backbone = create_backbone("cait_xxs24_224", img_size=(64, 96)).eval()
-    assert backbone.fixed == (64, 96)
+    assert backbone.fixed_size == (64, 96)
     assert [m.shape[-2:] for m in backbone(torch.zeros(1, 3, 50, 96))] == [(16, 24), (8, 12), (4, 6), (2, 3)]
     segmenter = create_segmenter("semantic_fpn", backbone, 3, width=8, neck_width=8).eval()
     assert segmenter(torch.zeros(1, 3, 50, 90)).shape == (1, 3, 50, 90)
 
 
-def test_padding_is_on_the_right_and_below_and_no_larger_than_needed() -> None:
+def test_padding_is_minimal_at_the_right_and_bottom() -> None:
     backbone = create_backbone(tiny())
     images = torch.randn(2, 3, 64, 70)
     padded = backbone.pad(images)
@@ -135,7 +137,7 @@ def test_padding_is_on_the_right_and_below_and_no_larger_than_needed() -> None:
     assert create_backbone("resnet18").pad(images).shape == (2, 3, 64, 96)
 
 
-def test_level_norms_normalise() -> None:
+def test_level_norms() -> None:
     images = torch.randn(1, 3, 64, 64)
     model = tiny()
     plain = create_backbone(tiny(), level_norm=False)
@@ -148,17 +150,17 @@ def test_level_norms_normalise() -> None:
         assert out.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_taps() -> None:
-    assert taps(12) == (3, 5, 7, 11)
-    assert taps(24) == (7, 11, 15, 23)
-    assert taps(4) == (0, 1, 2, 3)
-    assert taps(5) == (0, 1, 2, 4)
+def test_select_blocks() -> None:
+    assert select_blocks(12) == (3, 5, 7, 11)
+    assert select_blocks(24) == (7, 11, 15, 23)
+    assert select_blocks(4) == (0, 1, 2, 3)
+    assert select_blocks(5) == (0, 1, 2, 4)
     with pytest.raises(ValueError, match="at least 4 blocks, got 3"):
-        taps(3)
+        select_blocks(3)
 
 
 def test_vit_pyramid_by_hand() -> None:
-    """Two transposed convolutions with BatchNorm and GELU between them; one; nothing; the maximum of 2x2."""
+    """Two transposed convolutions with BatchNorm and GELU between them; one; identity; the maximum of 2x2."""
     pyramid = VitPyramid(1).eval()
     up = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     first, norm, _, second = pyramid.levels[0]
@@ -178,13 +180,13 @@ def test_vit_pyramid_by_hand() -> None:
     finer = VitPyramid(1, stride=8)
     assert [tuple(m.shape[-2:]) for m in finer([torch.zeros(1, 1, 8, 12)] * 4)] == [(16, 24), (8, 12), (4, 6), (2, 3)]
     assert pyramid.strides == finer.strides == (4, 8, 16, 32)
-    with pytest.raises(ValueError, match="patches of 8 to 32 px, not of 4"):
+    with pytest.raises(ValueError, match="patches of 8 to 32 px, got 4"):
         VitPyramid(1, stride=4)
 
 
 @pytest.mark.parametrize("stride", [14, 32])
-def test_maps_of_other_strides_are_resized_to_16(stride: int) -> None:
-    """A ramp over an image of 224 px is the same ramp on every level; the max-pooled one is half a cell ahead."""
+def test_maps_of_different_strides_are_resized_to_16(stride: int) -> None:
+    """A ramp over an image of 224 px stays the same ramp at stride 16."""
     pyramid = VitPyramid(1, stride)
     cells = 224 // stride
     ramp = (torch.arange(cells) + 0.5) * stride
@@ -194,36 +196,36 @@ def test_maps_of_other_strides_are_resized_to_16(stride: int) -> None:
     torch.testing.assert_close(one[0, 0, 3, 1:-1], (torch.arange(1, 13) + 0.5) * 16)
 
 
-def test_columns_are_tapped_after_the_blocks_named() -> None:
+def test_columns_use_the_outputs_of_the_selected_blocks() -> None:
     backbone = create_backbone("xcit_nano_12_p16_sima").eval()
-    seen: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
     for i in (3, 5, 7, 11):
-        backbone.body.blocks[i].register_forward_hook(lambda _, __, out, i=i: seen.__setitem__(i, out))
-    given: list[Tensor] = []
-    backbone.levels.register_forward_pre_hook(lambda _, args: given.extend(args[0]))
+        backbone.body.blocks[i].register_forward_hook(lambda _, __, out, i=i: outputs.__setitem__(i, out))
+    inputs: list[Tensor] = []
+    backbone.levels.register_forward_pre_hook(lambda _, args: inputs.extend(args[0]))
     backbone(torch.randn(1, 3, 32, 48))
-    for taken, i in zip(given, seen, strict=True):
-        assert torch.equal(taken.flatten(2).transpose(1, 2), seen[i])
+    for features, i in zip(inputs, outputs, strict=True):
+        assert torch.equal(features.flatten(2).transpose(1, 2), outputs[i])
 
 
-def same(a: nn.Module, b: nn.Module) -> bool:
+def have_equal_weights(a: nn.Module, b: nn.Module) -> bool:
     ours, theirs = a.state_dict(), b.state_dict()
     return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
 
 
 def test_checkpoints() -> None:
-    """A classifier's, a backbone's own and a segmenter's; one that lacks something is refused."""
+    """Of a classifier, a backbone and a segmenter; an incomplete one is an error."""
     classifier = tiny()
     loaded = create_backbone(tiny(), checkpoint={"state_dict": classifier.state_dict()})
     assert all(torch.equal(v, classifier.state_dict()[n]) for n, v in loaded.body.state_dict().items())
     nn.init.normal_(loaded.levels[2].weight)
-    assert same(create_backbone(tiny(), checkpoint=loaded.state_dict()), loaded)
+    assert have_equal_weights(create_backbone(tiny(), checkpoint=loaded.state_dict()), loaded)
     segmenter = {f"backbone.{n}": v for n, v in loaded.state_dict().items()} | {"head.weight": torch.zeros(1)}
-    assert same(create_backbone(tiny(), checkpoint=segmenter), loaded)
+    assert have_equal_weights(create_backbone(tiny(), checkpoint=segmenter), loaded)
     column = create_backbone("xcit_nano_12_p16_sima")
-    assert same(create_backbone("xcit_nano_12_p16_sima", checkpoint=column.state_dict()), column)
+    assert have_equal_weights(create_backbone("xcit_nano_12_p16_sima", checkpoint=column.state_dict()), column)
     part = {n: v for n, v in classifier.state_dict().items() if not n.startswith("stages.1.")}
-    with pytest.raises(ValueError, match=r"holds nothing for \d+ parameters of ATMNet, for one stages\.1"):
+    with pytest.raises(ValueError, match=r"the checkpoint lacks \d+ parameters of ATMNet, for example stages\.1"):
         create_backbone(tiny(), checkpoint=part)
 
 
@@ -231,13 +233,13 @@ def test_arguments_reach_the_model() -> None:
     backbone = create_backbone("atmnet_xtiny", drop_path=0.3, in_chans=4)
     assert backbone.body.stages[3].blocks[-1].drop_path.drop_prob == pytest.approx(0.3)
     assert backbone(torch.zeros(1, 4, 32, 32))[0].shape == (1, 64, 8, 8)
-    with pytest.raises(ValueError, match="made for images of 4 channels, got 3; set in_chans"):
+    with pytest.raises(ValueError, match="takes images of 4 channels, got 3; create it with in_chans=3"):
         backbone(torch.zeros(1, 3, 32, 32))
     assert create_backbone(backbone) is backbone
     swin = timm.create_model("swin_tiny_patch4_window7_224", in_chans=4, strict_img_size=False, always_partition=True)
-    finished = create_backbone(swin)
-    assert finished.fixed is None
-    assert finished(torch.zeros(1, 4, 64, 32))[3].shape == (1, 768, 2, 1)
+    from_model = create_backbone(swin)
+    assert from_model.fixed_size is None
+    assert from_model(torch.zeros(1, 4, 64, 32))[3].shape == (1, 768, 2, 1)
 
 
 def test_checkpointing_gives_the_same_gradients() -> None:
@@ -258,16 +260,16 @@ def test_checkpointing_gives_the_same_gradients() -> None:
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="there is no model 'atmnet_xtin'; did you mean atmnet_xtiny"):
         create_backbone("atmnet_xtin")
-    with pytest.raises(ValueError, match="a finished model takes no arguments, got drop_path"):
+    with pytest.raises(ValueError, match="a model object takes no further arguments, got drop_path"):
         create_backbone(tiny(), drop_path=0.1)
-    with pytest.raises(ValueError, match="Linear says nothing of its features"):
+    with pytest.raises(ValueError, match="Linear has no feature_info"):
         create_backbone(nn.Linear(1, 1))
     with pytest.raises(TypeError, match="colour"):
         create_backbone("atmnet_xtiny", colour="red")
 
 
 @pytest.mark.parametrize("name", ["atmnet_xtiny", "stvit_small", "pyramid_tiny_sima"])
-def test_encoder_of_segmentation_models_pytorch(name: str) -> None:
+def test_encoder_in_segmentation_models_pytorch(name: str) -> None:
     assert name in tokamix.list_models()
     model = smp.FPN(f"tu-{name}", encoder_weights=None, classes=5)
     model(torch.randn(2, 3, 64, 96)).sum().backward()
@@ -276,7 +278,7 @@ def test_encoder_of_segmentation_models_pytorch(name: str) -> None:
 
 
 class ForTorchvision(nn.Module):
-    """Our maps under the names that torchvision's pooling looks for."""
+    """Our maps under the names that torchvision's pooling expects."""
 
     def __init__(self, backbone: DenseBackbone, width: int) -> None:
         super().__init__()
@@ -288,11 +290,12 @@ class ForTorchvision(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["atmnet_xtiny", "xcit_nano_12_p16_sima"])
-def test_body_of_torchvisions_mask_rcnn(name: str) -> None:
+def test_backbone_in_torchvisions_mask_rcnn(name: str) -> None:
     detection = torchvision.models.detection
     anchors = detection.anchor_utils.AnchorGenerator(((16,), (32,), (64,), (128,)), ((0.5, 1.0, 2.0),) * 4)
+    few = {"rpn_post_nms_top_n_train": 20, "rpn_post_nms_top_n_test": 20, "box_detections_per_img": 5}
     model = detection.MaskRCNN(
-        ForTorchvision(create_backbone(name), 32), 3, min_size=64, max_size=128, rpn_anchor_generator=anchors
+        ForTorchvision(create_backbone(name), 32), 3, min_size=64, max_size=128, rpn_anchor_generator=anchors, **few
     )
     masks = torch.zeros(1, 50, 70, dtype=torch.uint8)
     masks[0, 10:30, 10:40] = 1
@@ -300,12 +303,12 @@ def test_body_of_torchvisions_mask_rcnn(name: str) -> None:
     losses = model([torch.rand(3, 50, 70), torch.rand(3, 64, 64)], [target, target | {"masks": masks[:, :, :64]}])
     sum(losses.values()).backward()
     assert all(p.grad is not None for p in model.backbone.parameters() if p.requires_grad)
-    (found,) = model.eval()([torch.rand(3, 50, 70)])
-    assert found["masks"].shape[1:] == (1, 50, 70)
+    (detections,) = model.eval()([torch.rand(3, 50, 70)])
+    assert detections["masks"].shape[1:] == (1, 50, 70)
 
 
 @pytest.mark.parametrize("name", ["atmnet_xtiny", "stvit_small"])
-def test_backbone_of_hugging_face(name: str) -> None:
+def test_backbone_in_hugging_face(name: str) -> None:
     config = TimmBackboneConfig(backbone=name, out_indices=[0, 1, 2, 3], use_pretrained_backbone=False)
     backbone = TimmBackbone(config=config).eval()
     ours = timm.create_model(name, features_only=True).eval()

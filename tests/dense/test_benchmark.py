@@ -1,4 +1,4 @@
-"""The benchmark of detectors and segmenters runs, and compares two equal models."""
+"""The benchmark of detectors and segmenters runs and compares two equal models."""
 
 import csv
 import runpy

@@ -1,4 +1,4 @@
-"""What every detector must cope with, and that it learns."""
+"""All detectors: losses, gradients and detections on ordinary and degenerate inputs, and overfitting."""
 
 import copy
 import math
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import box_iou
 
-from tests.dense.detectors import CLASSES, small, target
+from tests.dense.detectors import CLASSES, create_target, small_detector
 from tests.models.test_atmnet import TINY
 from tokamix.data.shapes import Shapes
 from tokamix.dense import Detector, create_backbone, create_detector
@@ -16,9 +16,9 @@ from tokamix.models.atmnet import ATMNet
 
 STEPS = {"retinanet": 80, "mask_rcnn": 40, "cascade_mask_rcnn": 40}
 METHODS = ("retinanet", "mask_rcnn", "cascade_mask_rcnn")
-BODIES = ("resnet10t", "norms", "xcit_nano_12_p16_sima")  # plain levels, a norm on each, and a column
+BACKBONES = ("resnet10t", "norms", "xcit_nano_12_p16_sima")  # plain levels, level norms, a columnar model
 SIZE = (64, 96)
-SCENE = target([[5, 6, 40, 50], [50, 20, 90, 60]], [1, 4], SIZE)
+TARGET = create_target([[5, 6, 40, 50], [50, 20, 90, 60]], [1, 4], SIZE)
 
 
 @pytest.fixture(scope="module", params=METHODS)
@@ -28,14 +28,14 @@ def method(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def detector(method: str) -> Detector:
-    """In evaluation mode; with outputs that find something."""
-    detector = fewer(small(method, spread=0.3))
-    detector.least_score = 0.001
+    """In evaluation mode, with heads whose untrained outputs give detections."""
+    detector = with_few_rois(small_detector(method, spread=0.3))
+    detector.score_threshold = 0.001
     return detector
 
 
-def fewer(detector: Detector) -> Detector:
-    """With few regions, for the test's speed."""
+def with_few_rois(detector: Detector) -> Detector:
+    """The detector with few proposals and RoIs, for speed."""
     if detector.has_masks:
         detector.rpn._post_nms_top_n = {"training": 80, "testing": 30}
         for stage in detector.stages:
@@ -43,8 +43,10 @@ def fewer(detector: Detector) -> Detector:
     return detector
 
 
-def lost(detector: Detector, images: Tensor | list[Tensor], targets: list[dict[str, Tensor]]) -> dict[str, float]:
-    """The losses, which must be finite and whose gradients must be finite and reach every parameter."""
+def check_losses(
+    detector: Detector, images: Tensor | list[Tensor], targets: list[dict[str, Tensor]]
+) -> dict[str, float]:
+    """Return the losses; assert that they and the gradients of all parameters are finite."""
     detector.zero_grad()
     losses = detector(images, targets)
     sum(losses.values()).backward()
@@ -56,7 +58,7 @@ def lost(detector: Detector, images: Tensor | list[Tensor], targets: list[dict[s
     return values
 
 
-def check(found: dict[str, Tensor], size: tuple[int, int], masks: bool) -> None:
+def check_detections(found: dict[str, Tensor], size: tuple[int, int], masks: bool) -> None:
     n = len(found["boxes"])
     assert found["boxes"].shape == (n, 4)
     assert found["labels"].shape == found["scores"].shape == (n,)
@@ -77,20 +79,20 @@ def test_boxes_lie_in_their_image(detector: Detector) -> None:
     found = detector([torch.randn(3, *size) for size in sizes])
     for one, size in zip(found, sizes, strict=True):
         assert 0 < len(one["boxes"]) <= 100
-        check(one, size, detector.has_masks)
+        check_detections(one, size, detector.has_masks)
 
 
-@pytest.mark.parametrize("body", BODIES)
-def test_gradients_reach_everything(method: str, body: str) -> None:
+@pytest.mark.parametrize("body", BACKBONES)
+def test_gradients_reach_all_parameters(method: str, body: str) -> None:
     """In training mode, with batch statistics, images of several sizes and one without objects."""
-    fresh = fewer(small(method, body=ATMNet(**TINY) if body == "norms" else body)).train()
+    fresh = with_few_rois(small_detector(method, body=ATMNet(**TINY) if body == "norms" else body)).train()
     images = [torch.randn(3, 64, 96), torch.randn(3, 50, 70)]
-    values = lost(fresh, images, [SCENE, target([], [], (50, 70))])
+    values = check_losses(fresh, images, [TARGET, create_target([], [], (50, 70))])
     assert all(value > 0 for value in values.values())
 
 
-def test_levels_that_nobody_looks_at_have_no_layers() -> None:
-    """RetinaNet starts at stride 8; the backbone it was made of can still serve another detector."""
+def test_unused_levels_have_no_layers() -> None:
+    """RetinaNet starts at stride 8; its backbone can still be used for another detector."""
     backbone = create_backbone("xcit_nano_12_p16_sima")
     retina = create_detector("retinanet", backbone, 2, width=8)
     assert [sum(p.numel() for p in level.parameters()) > 0 for level in backbone.levels.levels] == [1, 1, 0, 0]
@@ -100,65 +102,64 @@ def test_levels_that_nobody_looks_at_have_no_layers() -> None:
 
 
 def test_training_in_bfloat16(method: str) -> None:
-    fresh = fewer(small(method)).train()
+    fresh = with_few_rois(small_detector(method)).train()
     with torch.autocast("cpu", torch.bfloat16):
-        values = lost(fresh, torch.randn(2, 3, *SIZE), [SCENE, target([], [], SIZE)])
+        values = check_losses(fresh, torch.randn(2, 3, *SIZE), [TARGET, create_target([], [], SIZE)])
     assert all(value > 0 for value in values.values())
 
 
-@pytest.mark.parametrize("regions", [0, -3])
-def test_regions(method: str, regions: int) -> None:
+@pytest.mark.parametrize("count", [0, -3])
+def test_rois_per_image(method: str, count: int) -> None:
     if method == "retinanet":
-        with pytest.raises(ValueError, match=f"no regions to train on {regions} of"):
-            small(method, regions=regions)
+        with pytest.raises(ValueError, match=f"RetinaNet has no RoIs, got rois_per_image={count}"):
+            small_detector(method, rois_per_image=count)
         return
-    with pytest.raises(
-        ValueError, match=f"{method} learns from at least one region of an image, got regions={regions}"
-    ):
-        small(method, regions=regions)
-    stages = small(method, regions=7).stages
-    scene = target([[5, 6, 40, 50]], [1], SIZE)
-    assert [len(stage.sample([torch.rand(50, 4).sort(1)[0] * 60], [scene]).labels) for stage in stages] == [7] * len(
-        stages
-    )
+    with pytest.raises(ValueError, match=f"{method} needs rois_per_image of at least 1, got {count}"):
+        small_detector(method, rois_per_image=count)
+    stages = small_detector(method, rois_per_image=7).stages
+    target = create_target([[5, 6, 40, 50]], [1], SIZE)
+    proposals = [torch.rand(50, 4).sort(1)[0] * 60]
+    assert [len(stage.sample_rois(proposals, [target]).labels) for stage in stages] == [7] * len(stages)
 
 
 def test_no_objects_at_all(detector: Detector) -> None:
-    values = lost(detector, torch.randn(2, 3, *SIZE), [target([], [], SIZE)] * 2)
+    values = check_losses(detector, torch.randn(2, 3, *SIZE), [create_target([], [], SIZE)] * 2)
     assert all(value == 0 for name, value in values.items() if "box" in name or "mask" in name)
     assert values.get("class", values.get("class_1", 0)) > 0
 
 
 def test_an_object_of_one_pixel(detector: Detector) -> None:
-    values = lost(detector, torch.randn(1, 3, *SIZE), [target([[30, 30, 31, 31]], [0], SIZE)])
+    values = check_losses(detector, torch.randn(1, 3, *SIZE), [create_target([[30, 30, 31, 31]], [0], SIZE)])
     assert all(value > 0 for name, value in values.items() if name in ("box", "box_1", "mask", "mask_1"))
 
 
 def test_boxes_outside_and_degenerate(detector: Detector) -> None:
-    """They are cut at the border, or left out: the losses are those of what is left."""
+    """They are clipped or removed: the losses equal those of the remaining boxes."""
     image = torch.randn(1, 3, *SIZE)
-    clean = target([[50, 20, 96, 64]], [4], SIZE)
-    dirty = target([[50, 20, 300, 400], [-50, -50, -2, -3], [10, 10, 10, 30], [20, 20, 10, 10]], [4, 0, 1, 2], SIZE)
+    clean = create_target([[50, 20, 96, 64]], [4], SIZE)
+    dirty = create_target(
+        [[50, 20, 300, 400], [-50, -50, -2, -3], [10, 10, 10, 30], [20, 20, 10, 10]], [4, 0, 1, 2], SIZE
+    )
     dirty["masks"][0] = clean["masks"][0]
     losses = []
-    for scene in (clean, dirty):
+    for target in (clean, dirty):
         torch.manual_seed(1)
-        losses.append(lost(detector, image, [scene]))
+        losses.append(check_losses(detector, image, [target]))
     assert losses[0] == losses[1]
     crowded = {key: torch.cat([value, value]) for key, value in clean.items()}
     crowded["boxes"][1] = torch.tensor([5.0, 5, 30, 30])
     crowded["crowd"] = torch.tensor([False, True])
     torch.manual_seed(1)
-    assert lost(detector, image, [crowded]) == losses[0]
+    assert check_losses(detector, image, [crowded]) == losses[0]
 
 
 def test_empty_masks(detector: Detector) -> None:
-    scene = {**SCENE, "masks": torch.zeros_like(SCENE["masks"])}
-    lost(detector, torch.randn(1, 3, *SIZE), [scene])
+    target = {**TARGET, "masks": torch.zeros_like(TARGET["masks"])}
+    check_losses(detector, torch.randn(1, 3, *SIZE), [target])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_bad_image_does_not_cost_the_others(detector: Detector, bad: float) -> None:
+def test_a_bad_image_does_not_affect_the_others(detector: Detector, bad: float) -> None:
     images = torch.randn(2, 3, *SIZE)
     with torch.no_grad():
         expected = detector(images[1:])[0]
@@ -168,21 +169,21 @@ def test_a_bad_image_does_not_cost_the_others(detector: Detector, bad: float) ->
     torch.testing.assert_close(found["scores"], expected["scores"])
 
 
-def test_a_line_of_4000_pixels(detector: Detector) -> None:
+def test_an_image_of_1x4000_pixels(detector: Detector) -> None:
     size = (1, 4000)
-    lost(detector, torch.randn(1, 3, *size), [target([[100, 0, 900, 1]], [1], size)])
+    check_losses(detector, torch.randn(1, 3, *size), [create_target([[100, 0, 900, 1]], [1], size)])
     with torch.no_grad():
-        check(detector(torch.randn(1, 3, *size))[0], size, detector.has_masks)
+        check_detections(detector(torch.randn(1, 3, *size))[0], size, detector.has_masks)
 
 
-def test_the_same_seed_gives_the_same(detector: Detector) -> None:
+def test_the_same_seed_gives_the_same_losses(detector: Detector) -> None:
     image = torch.randn(2, 3, *SIZE)
     runs = []
     for seed in (3, 3, 4):
         torch.manual_seed(seed)
-        runs.append({name: loss.item() for name, loss in detector(image, [SCENE] * 2).items()})
+        runs.append({name: loss.item() for name, loss in detector(image, [TARGET] * 2).items()})
     assert runs[0] == runs[1]
-    assert detector.method == "retinanet" or runs[0] != runs[2]  # the others draw samples
+    assert detector.method == "retinanet" or runs[0] != runs[2]  # the others sample randomly
     with torch.no_grad():
         first, second = detector(image), detector(image)
     for a, b in zip(first, second, strict=True):
@@ -190,20 +191,20 @@ def test_the_same_seed_gives_the_same(detector: Detector) -> None:
 
 
 def test_bfloat16(detector: Detector) -> None:
-    """Under autocast losses stay near those of float32, and boxes are float32."""
+    """Under autocast, losses are close to those of float32, and boxes are float32."""
     image = torch.randn(1, 3, *SIZE)
     torch.manual_seed(0)
-    plain = detector(image, [SCENE])
+    plain = detector(image, [TARGET])
     torch.manual_seed(0)
     with torch.autocast("cpu", torch.bfloat16):
-        low = detector(image, [SCENE])
+        low = detector(image, [TARGET])
         found = detector(image)[0]
     for name, loss in low.items():
         assert loss.dtype == torch.float32
         assert loss.item() == pytest.approx(plain[name].item(), rel=0.3, abs=0.05), name
     sum(low.values()).backward()
     assert found["boxes"].dtype == found["scores"].dtype == torch.float32
-    check(found, SIZE, detector.has_masks)
+    check_detections(found, SIZE, detector.has_masks)
 
 
 @torch.no_grad()
@@ -211,12 +212,12 @@ def test_weights_of_bfloat16(detector: Detector) -> None:
     low = copy.deepcopy(detector).bfloat16()
     found = low(torch.randn(2, 3, *SIZE).bfloat16())
     assert found[0]["boxes"].dtype == torch.float32
-    check(found[0], SIZE, detector.has_masks)
+    check_detections(found[0], SIZE, detector.has_masks)
 
 
 @torch.no_grad()
-def test_padding_changes_nothing_it_should_not(detector: Detector) -> None:
-    """An image finds the same alone and in a batch of the same size; a tensor and a list are the same batch."""
+def test_detections_do_not_depend_on_the_batch(detector: Detector) -> None:
+    """An image gives the same detections alone and in a batch of the same size, as a tensor or a list."""
     images = torch.randn(2, 3, 40, 50)
     together, alone = detector(images), [detector([image])[0] for image in images]
     for a, b in zip(together, alone, strict=True):
@@ -224,10 +225,10 @@ def test_padding_changes_nothing_it_should_not(detector: Detector) -> None:
         torch.testing.assert_close(a["scores"], b["scores"], rtol=1e-4, atol=1e-5)
 
 
-def test_training_state_is_the_callers(detector: Detector) -> None:
-    """Targets decide between losses and detections, not the mode: validation has losses too."""
+def test_targets_select_losses_in_either_mode(detector: Detector) -> None:
+    """Targets, not the mode, select between losses and detections: validation has losses too."""
     assert not detector.training
-    assert isinstance(detector(torch.randn(1, 3, *SIZE), [SCENE]), dict)
+    assert isinstance(detector(torch.randn(1, 3, *SIZE), [TARGET]), dict)
     detector.train()
     with torch.no_grad():
         assert isinstance(detector(torch.randn(2, 3, *SIZE)), list)
@@ -244,39 +245,40 @@ def test_contract(detector: Detector, method: str) -> None:
     assert any(getattr(part, "grad_checkpointing", False) for part in sima.backbone.modules())
 
 
-def test_errors_are_sentences(detector: Detector) -> None:
+def test_errors(detector: Detector) -> None:
     image = torch.randn(1, 3, *SIZE)
     with pytest.raises(ValueError, match=r"needs images \(B, 3, H, W\) or a list of \(3, h, w\), got no image"):
         detector([])
     with pytest.raises(ValueError, match=r"got \[\(1, 3, 64, 96\)\]"):
         detector([image])
-    with pytest.raises(ValueError, match="1 images came with 2 targets"):
-        detector(image, [SCENE, SCENE])
-    with pytest.raises(ValueError, match="1 images came with 2 sizes"):
+    with pytest.raises(ValueError, match="got 1 images and 2 targets"):
+        detector(image, [TARGET, TARGET])
+    with pytest.raises(ValueError, match="got 1 images and 2 sizes"):
         detector(image, sizes=[SIZE, SIZE])
-    with pytest.raises(ValueError, match=r"labels run from 1 to 5 where 0 to 4 are possible"):
-        detector(image, [{**SCENE, "labels": torch.tensor([1, 5])}])
+    with pytest.raises(ValueError, match=r"labels must be 0 to 4, got labels from 1 to 5"):
+        detector(image, [{**TARGET, "labels": torch.tensor([1, 5])}])
     with pytest.raises(ValueError, match="2 boxes and 1 labels"):
-        detector(image, [{**SCENE, "labels": torch.tensor([1])}])
+        detector(image, [{**TARGET, "labels": torch.tensor([1])}])
     if detector.has_masks:
-        with pytest.raises(ValueError, match="learns masks and got a target without them; use method='retinanet'"):
-            detector(image, [{key: SCENE[key] for key in ("boxes", "labels")}])
+        with pytest.raises(ValueError, match="needs masks, but a target has none; add them or use method='retinanet'"):
+            detector(image, [{key: TARGET[key] for key in ("boxes", "labels")}])
         with pytest.raises(
             ValueError, match=r"2 boxes in an image of \(64, 96\) need masks \(2, 64, 96\), got \(2, 32,"
         ):
-            detector(image, [{**SCENE, "masks": SCENE["masks"][:, ::2]}])
+            detector(image, [{**TARGET, "masks": TARGET["masks"][:, ::2]}])
     with pytest.raises(ValueError, match="at least one class, got 0; background is not counted"):
         create_detector(detector.method, "resnet10t", 0)
 
 
-def test_learns_two_scenes_by_heart(method: str) -> None:
-    """The loss falls several-fold, the large things are found where they are, and as what they are."""
+def test_overfits_two_images(method: str) -> None:
+    """The loss falls to a third, and the largest object of each image is detected with its class, box and mask."""
     torch.manual_seed(0)
-    shapes = Shapes(8, side=96)
-    scenes = [shapes.scene(i) for i in (0, 1)]
-    images = torch.stack([scene.image for scene in scenes]).float() / 127.5 - 1
-    targets = [{"boxes": s.boxes, "labels": s.labels, "masks": s.masks} for s in scenes]
-    detector = fewer(create_detector(method, "test_convnext", 8, width=32)).train()
+    side, width = (96, 32) if method == "retinanet" else (64, 16)  # RetinaNet starts at stride 8
+    shapes = Shapes(8, side=side)
+    samples = [shapes.sample(i) for i in (0, 1)]
+    images = torch.stack([sample.image for sample in samples]).float() / 127.5 - 1
+    targets = [{"boxes": s.boxes, "labels": s.labels, "masks": s.masks} for s in samples]
+    detector = with_few_rois(create_detector(method, "test_convnext", 8, width=width)).train()
     optimizer = torch.optim.AdamW(detector.parameters(), lr=2e-3)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
     totals = []
@@ -291,13 +293,12 @@ def test_learns_two_scenes_by_heart(method: str) -> None:
     assert sum(totals[-5:]) / 5 < totals[0] / 3, totals
     detector.eval()
     with torch.no_grad():
-        found = detector(images)
-    for one, scene in zip(found, scenes, strict=True):
-        large = scene.masks.flatten(1).sum(1).argmax()
-        overlap = box_iou(scene.boxes[large : large + 1], one["boxes"])[0]
-        right = one["labels"] == scene.labels[large]
-        assert (overlap[right & (one["scores"] > 0.25)] > 0.5).any(), (overlap, one["labels"], one["scores"])
+        all_detections = detector(images)
+    for detections, sample in zip(all_detections, samples, strict=True):
+        largest = sample.masks.flatten(1).sum(1).argmax()
+        iou = box_iou(sample.boxes[largest : largest + 1], detections["boxes"])[0]
+        correct = detections["labels"] == sample.labels[largest]
+        assert (iou[correct & (detections["scores"] > 0.25)] > 0.5).any(), (iou, detections)
         if detector.has_masks:
-            best = (overlap * right).argmax()
-            shared = (one["masks"][best] & scene.masks[large]).sum() / (one["masks"][best] | scene.masks[large]).sum()
-            assert shared > 0.5
+            mask, gt_mask = detections["masks"][(iou * correct).argmax()], sample.masks[largest]
+            assert (mask & gt_mask).sum() / (mask | gt_mask).sum() > 0.5

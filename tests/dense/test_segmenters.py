@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.models.test_atmnet import TINY
 from tokamix import load_checkpoint
 from tokamix.dense import Segmenter, create_backbone, create_segmenter, upernet
-from tokamix.dense.segmenter import ConvNorm, segmentation_loss
+from tokamix.dense.segmenter import ConvNormAct, segmentation_loss
 from tokamix.dense.semantic_fpn import SemanticFPNHead
 from tokamix.dense.upernet import PyramidPooling, UperHead
 from tokamix.models.atmnet import ATMNet
@@ -21,16 +21,16 @@ from tokamix.tasks import METHODS
 SEGMENTERS = ["semantic_fpn", "upernet"]
 
 
-def small(method: str, num_classes: int = 4, **kwargs: object) -> Segmenter:
-    model = create_segmenter(method, ATMNet(**TINY), num_classes, width=8, **kwargs)
+def small_segmenter(method: str, num_classes: int = 4, **kwargs: object) -> Segmenter:
+    model = create_segmenter(method, ATMNet(**TINY), num_classes, width=8, neck_width=8, **kwargs)
     for module in model.modules():
         if isinstance(module, nn.Dropout2d):
             module.p = 0.0
     return model
 
 
-def scatter(module: nn.Module) -> nn.Module:
-    """Weights and statistics that can be felt."""
+def randomise(module: nn.Module) -> nn.Module:
+    """Random weights and statistics, in float64 and evaluation mode."""
     for name, tensor in module.state_dict().items():
         if tensor.is_floating_point():
             nn.init.uniform_(tensor, 0.5, 1.5) if "running_var" in name else nn.init.normal_(tensor, std=0.4)
@@ -41,8 +41,8 @@ def up(x: Tensor, size: tuple[int, ...]) -> Tensor:
     return F.interpolate(x, size=tuple(size), mode="bilinear", align_corners=False)
 
 
-def conv_norm_relu(block: ConvNorm, x: Tensor) -> Tensor:
-    """By the definition: convolution, (x - mean) / sqrt(var + eps) * weight + bias, positive part."""
+def conv_norm_relu(block: ConvNormAct, x: Tensor) -> Tensor:
+    """By definition: convolution, (x - mean) / sqrt(var + eps) * weight + bias, positive part."""
     conv, norm = block[0], block[1]
     x = F.conv2d(x, conv.weight, padding=conv.weight.shape[-1] // 2)
     scale = norm.weight / (norm.running_var + 1e-5).sqrt()
@@ -54,8 +54,8 @@ def classify(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_semantic_fpn_head_by_formula() -> None:
-    """PVT's and the papers' head, here with doubling by factor, where sides are multiples of 32."""
-    head = scatter(SemanticFPNHead(6, (4, 8, 16, 32), 3, width=5))
+    """The head of PVT and the papers, with upsampling by a factor: the sides are multiples of 32."""
+    head = randomise(SemanticFPNHead(6, (4, 8, 16, 32), 3, width=5))
     assert [len(level) for level in head.levels] == [1, 1, 2, 3]
     maps = [torch.randn(2, 6, 16 // 2**i, 24 // 2**i, dtype=torch.float64) for i in range(4)]
     total = torch.zeros(2, 5, 16, 24, dtype=torch.float64)
@@ -70,7 +70,7 @@ def test_semantic_fpn_head_by_formula() -> None:
 
 @pytest.mark.parametrize("method", SEGMENTERS)
 def test_batch_norms_fold(method: str) -> None:
-    model = scatter(small(method))
+    model = randomise(small_segmenter(method))
     folded = reparameterize_model(model)
     assert not [module for module in folded.modules() if isinstance(module, nn.BatchNorm2d)]
     x = torch.randn(2, 3, 64, 96, dtype=torch.float64)
@@ -79,23 +79,23 @@ def test_batch_norms_fold(method: str) -> None:
 
 
 def test_semantic_fpn_head_by_hand() -> None:
-    """Constant maps and kernels that look at their own pixel: a level of value v gives v, or 0 if it is negative."""
+    """Kernels that double the pixel itself: a level of value v gives 2v, or 0 if it is negative."""
     head = SemanticFPNHead(1, (4, 8), 1, width=1).eval()
     for block in head.levels.modules():
-        if isinstance(block, ConvNorm):
+        if isinstance(block, ConvNormAct):
             block[0].weight.data.zero_()[..., 1, 1] = 2.0
             block[1].running_var.fill_(1 - block[1].eps)
     head.classifier[1].weight.data.fill_(10.0)
     head.classifier[1].bias.data.fill_(0.5)
     coarse = torch.tensor([[[[1.0, 3.0]]]])
     fine = torch.full((1, 1, 2, 4), -7.0)
-    # 2 and 6, bilinear at quarter places: 2, 3, 5, 6; the fine level is cut off at 0
+    # 2 and 6, interpolated bilinearly: 2, 3, 5, 6; the ReLU sets the fine level to 0
     assert head([fine, coarse])[0, 0, 0].tolist() == [20.5, 30.5, 50.5, 60.5]
     assert head([fine + 8, coarse])[0, 0, 1].tolist() == [40.5, 50.5, 70.5, 80.5]
 
 
 def test_upernet_head_by_formula() -> None:
-    head = scatter(UperHead((3, 4, 5, 6), 3, width=4))
+    head = randomise(UperHead((3, 4, 5, 6), 3, width=4))
     sizes = [(17, 22), (9, 11), (5, 6), (3, 3)]
     maps = [torch.randn(1, c, *s, dtype=torch.float64) for c, s in zip((3, 4, 5, 6), sizes, strict=True)]
     pooled = [maps[3]]
@@ -117,12 +117,12 @@ def test_upernet_head_by_formula() -> None:
 
 
 def test_pyramid_pooling_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A 2x2 map beside its mean and itself again: three copies of a weight of one, summed at the pixel itself."""
-    monkeypatch.setattr(upernet, "POOLS", (1, 2))
+    """A 2x2 map, its mean and its 2x2 average, which is the map itself, summed per pixel."""
+    monkeypatch.setattr(upernet, "POOL_SIZES", (1, 2))
     pooling = PyramidPooling(1, 1).eval()
     for block in (*pooling.branches, pooling.join):
-        centre = block[0].weight.shape[-1] // 2
-        block[0].weight.data.zero_()[..., centre, centre] = 1.0
+        center = block[0].weight.shape[-1] // 2
+        block[0].weight.data.zero_()[..., center, center] = 1.0
         block[1].running_var.fill_(1 - block[1].eps)
     x = torch.tensor([[[[1.0, 2.0], [3.0, 6.0]]]])
     assert pooling(x).tolist() == [[[[1 + 3 + 1, 2 + 3 + 2], [3 + 3 + 3, 6 + 3 + 6]]]]
@@ -131,8 +131,8 @@ def test_pyramid_pooling_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("method", SEGMENTERS)
 @pytest.mark.parametrize("size", [(64, 96), (33, 47), (1, 4000), (4000, 1), (31, 1), (5, 5)])
 @torch.no_grad()
-def test_logits_have_the_images_size(method: str, size: tuple[int, int]) -> None:
-    model = small(method).eval()
+def test_logits_have_the_size_of_the_image(method: str, size: tuple[int, int]) -> None:
+    model = small_segmenter(method).eval()
     logits = model(torch.randn(1, 3, *size))
     assert logits.shape == (1, 4, *size)
     assert logits.isfinite().all()
@@ -140,8 +140,8 @@ def test_logits_have_the_images_size(method: str, size: tuple[int, int]) -> None
 
 @torch.no_grad()
 def test_logits_of_a_padded_image_are_cropped() -> None:
-    """What the segmenter pads itself it also removes: the rest equals what an image padded by hand gives."""
-    model = small("semantic_fpn").eval()
+    """The logits equal those of an image padded by hand, cropped."""
+    model = small_segmenter("semantic_fpn").eval()
     images = torch.randn(1, 3, 61, 75)
     by_hand = F.pad(images, (0, 1, 0, 3))
     torch.testing.assert_close(model(images), model(by_hand)[..., :61, :75])
@@ -149,8 +149,8 @@ def test_logits_of_a_padded_image_are_cropped() -> None:
 
 @pytest.mark.parametrize("method", SEGMENTERS)
 def test_losses(method: str) -> None:
-    """Cross entropy of the logits over all pixels, ignored ones being zero, plus 0.4 of the auxiliary head's."""
-    model, images = small(method).eval(), torch.randn(2, 3, 40, 56)
+    """Mean cross entropy over all pixels, 0 for ignored ones, and 0.4 times that of the auxiliary head."""
+    model, images = small_segmenter(method).eval(), torch.randn(2, 3, 40, 56)
     target = torch.randint(0, 4, (2, 40, 56))
     target[:, :9] = 255
     losses = model(images, target)
@@ -164,12 +164,12 @@ def test_losses(method: str) -> None:
         aux = model.auxiliary(model.backbone(images)[2])
         torch.testing.assert_close(losses["loss_aux"], 0.4 * expected(up(aux, (40, 56))))
     assert set(losses) == ({"loss_seg", "loss_aux"} if method == "upernet" else {"loss_seg"})
-    assert set(small("upernet", aux=False)(images, target)) == {"loss_seg"}
+    assert set(small_segmenter("upernet", aux=False)(images, target)) == {"loss_seg"}
 
 
 @pytest.mark.parametrize("method", SEGMENTERS)
-def test_nothing_but_ignored_pixels(method: str) -> None:
-    model = small(method).train()
+def test_only_ignored_pixels(method: str) -> None:
+    model = small_segmenter(method).train()
     losses = model(torch.randn(2, 3, 64, 64), torch.full((2, 64, 64), 255))
     sum(losses.values()).backward()
     assert all(loss.item() == 0 for loss in losses.values())
@@ -186,7 +186,7 @@ def test_loss_in_half_precision() -> None:
 
 @pytest.mark.parametrize("method", SEGMENTERS)
 def test_autocast(method: str) -> None:
-    model, images = small(method).train(), torch.randn(2, 3, 64, 64)
+    model, images = small_segmenter(method).train(), torch.randn(2, 3, 64, 64)
     with torch.autocast("cpu", torch.bfloat16):
         losses = model(images, torch.randint(0, 4, (2, 64, 64)))
     sum(losses.values()).backward()
@@ -194,9 +194,9 @@ def test_autocast(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", SEGMENTERS)
-def test_learns_one_picture(method: str) -> None:
-    """Halves of different colours: after a few steps every pixel but those at the border is right."""
-    model = small(method, num_classes=2).train()
+def test_overfits_one_image(method: str) -> None:
+    """Halves of different colours: after a few steps all pixels except those at the border are correct."""
+    model = small_segmenter(method, num_classes=2).train()
     images = torch.zeros(2, 3, 64, 64)
     images[..., 32:] = 1.0
     target = (images[:, 0] > 0).long()
@@ -213,22 +213,22 @@ def test_learns_one_picture(method: str) -> None:
 
 
 def test_batches_of_one_image() -> None:
-    """Semantic FPN trains on one image; UperNet's 1x1 pooling leaves one value to normalise, which is refused."""
+    """Semantic FPN trains on one image; UperNet's 1x1 pooling gives BatchNorm a single value, which is an error."""
     images, target = torch.randn(1, 3, 64, 64), torch.zeros(1, 64, 64, dtype=torch.long)
-    small("semantic_fpn").train()(images, target)["loss_seg"].backward()
-    model = small("upernet").train()
-    with pytest.raises(ValueError, match="use batches of at least 2 images, or evaluation mode"):
+    small_segmenter("semantic_fpn").train()(images, target)["loss_seg"].backward()
+    model = small_segmenter("upernet").train()
+    with pytest.raises(ValueError, match="use at least 2 images, larger images or evaluation mode"):
         model(images, target)
     model.eval()(images, target)["loss_seg"].backward()
-    with pytest.raises(ValueError, match="use batches of at least 2 images"):
-        small("semantic_fpn").train()(images[..., :32, :32], target[:, :32, :32])
-    # over several processes one image each is enough, so a converted model is not refused here
+    with pytest.raises(ValueError, match="use at least 2 images"):
+        small_segmenter("semantic_fpn").train()(images[..., :32, :32], target[:, :32, :32])
+    # one image per process suffices for SyncBatchNorm, so a converted model raises no error here
     assert not isinstance(nn.SyncBatchNorm.convert_sync_batchnorm(model).head.join[1], nn.BatchNorm2d)
 
 
 def test_contract() -> None:
     for method in SEGMENTERS:
-        model = small(method, num_classes=7)
+        model = small_segmenter(method, num_classes=7)
         names = {n for n, _ in model.named_parameters()}
         assert model.method == method
         assert model.method in METHODS["segment"]
@@ -241,8 +241,8 @@ def test_contract() -> None:
 
 @pytest.mark.parametrize("method", SEGMENTERS)
 @torch.no_grad()
-def test_compiles_without_a_break(method: str) -> None:
-    model = create_segmenter(method, "resnet10t", 3, width=8).eval()
+def test_compiles_without_graph_breaks(method: str) -> None:
+    model = create_segmenter(method, "test_resnet", 3, width=8, neck_width=8).eval()
     images = torch.randn(1, 3, 64, 70)
     torch.testing.assert_close(
         torch.compile(model, fullgraph=True, backend="eager", dynamic=False)(images), model(images)
@@ -251,11 +251,11 @@ def test_compiles_without_a_break(method: str) -> None:
 
 @pytest.mark.parametrize("method", SEGMENTERS)
 @torch.no_grad()
-def test_export_takes_other_sizes(method: str) -> None:
-    """Sides are free among those that need no padding. (ATMNet's own export is tested with the models.)"""
-    model = create_segmenter(method, "resnet10t", 3, width=8).eval()
-    free = {0: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO}
-    exported = torch.export.export(model, (torch.randn(2, 3, 64, 96),), dynamic_shapes=(free,)).module()
+def test_export_with_dynamic_sizes(method: str) -> None:
+    """Any sides that need no padding. (The export of ATMNet is tested with the models.)"""
+    model = create_segmenter(method, "test_resnet", 3, width=8, neck_width=8).eval()
+    dynamic = {0: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO}
+    exported = torch.export.export(model, (torch.randn(2, 3, 64, 96),), dynamic_shapes=(dynamic,)).module()
     for shape in ((2, 3, 64, 96), (3, 3, 128, 64)):
         images = torch.randn(shape)
         torch.testing.assert_close(exported(images), model(images))
@@ -264,15 +264,15 @@ def test_export_takes_other_sizes(method: str) -> None:
 def test_three_levels() -> None:
     """CvT has no stride 32."""
     for method in SEGMENTERS:
-        model = create_segmenter(method, "cvt_13", 3).eval()
+        model = create_segmenter(method, "cvt_13", 3, width=8, neck_width=8).eval()
         with torch.no_grad():
             assert model(torch.randn(1, 3, 50, 40)).shape == (1, 3, 50, 40)
 
 
 @pytest.mark.parametrize("method", SEGMENTERS)
 def test_checkpoints_of_mmsegmentation(method: str) -> None:
-    """Every parameter of ours has the name of its like there, and the backbone's authors' names come along."""
-    ours = scatter(small(method))
+    """Every parameter has its counterpart there, and the backbone has the names of its authors."""
+    ours = randomise(small_segmenter(method))
     theirs = {to_mmseg(n): v for n, v in ours.state_dict().items()}
     assert len(theirs) == len(ours.state_dict())
     expected = {
@@ -286,7 +286,7 @@ def test_checkpoints_of_mmsegmentation(method: str) -> None:
         }[method],
     }
     assert expected <= theirs.keys()
-    model = small(method).double()
+    model = small_segmenter(method).double()
     report = load_checkpoint(model, {"state_dict": theirs})
     assert report.fresh == []
     assert all(torch.equal(v, ours.state_dict()[n]) for n, v in model.state_dict().items())
@@ -295,7 +295,7 @@ def test_checkpoints_of_mmsegmentation(method: str) -> None:
 
 
 def to_mmseg(name: str) -> str:
-    """Our names -> theirs, written down a second time."""
+    """Our names -> theirs, written independently of the converter."""
     rules = (
         (r"^backbone\.levels\.(\d)", r"backbone.norm_\1"),
         (r"^backbone\.body\.stem", "backbone.patch_embed.proj"),
@@ -332,10 +332,10 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="unknown segmenter 'unet': choose one of semantic_fpn, upernet"):
         create_segmenter("unet", "atmnet_xtiny", 3)
     with pytest.raises(ValueError, match="unknown neck 'pan': choose one of fpn, atm_fpn"):
-        small("semantic_fpn", neck="pan")
-    with pytest.raises(ValueError, match="UperNet has its own pyramid and takes no neck 'atm_fpn'"):
-        small("upernet", neck="atm_fpn")
+        small_segmenter("semantic_fpn", neck="pan")
+    with pytest.raises(ValueError, match="UperNet has its own pyramid and takes no neck, got 'atm_fpn'"):
+        small_segmenter("upernet", neck="atm_fpn")
     with pytest.raises(ValueError, match="at least one class, got num_classes=0"):
-        small("semantic_fpn", num_classes=0)
-    with pytest.raises(ValueError, match=r"images \(1, 3, 32, 32\) and target \(1, 16, 16\) differ"):
-        small("semantic_fpn").eval()(torch.zeros(1, 3, 32, 32), torch.zeros(1, 16, 16, dtype=torch.long))
+        small_segmenter("semantic_fpn", num_classes=0)
+    with pytest.raises(ValueError, match=r"images \(1, 3, 32, 32\) need a target \(1, 32, 32\), got \(1, 16, 16\)"):
+        small_segmenter("semantic_fpn").eval()(torch.zeros(1, 3, 32, 32), torch.zeros(1, 16, 16, dtype=torch.long))

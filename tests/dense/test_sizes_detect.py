@@ -1,9 +1,9 @@
 """Parameters and multiply-accumulates of the papers' detectors.
 
-What MMDetection's counter counts, found by reproducing its numbers: layers with weights (convolutions, linear layers)
-of backbone, neck and heads, on one image of 800 x 1280; box heads see 1000 regions, in every stage, and mask heads 100.
-Products between activations are not counted, nor RoIAlign: with them STViT-B, whose last stages attend globally, would
-have 543 G instead of the 359 G that are printed. A multiply-accumulate counts as one.
+MMDetection's counter, inferred by reproducing its numbers, counts the layers with weights (convolutions, linear layers)
+of backbone, neck and heads on one image of 800 x 1280, with 1000 RoIs for each box head and 100 for each mask head. It
+counts neither products between activations nor RoIAlign: with them STViT-B, whose last stages attend globally, would
+have 543 G instead of the printed 359 G. A multiply-accumulate counts as one.
 """
 
 import functools
@@ -30,7 +30,7 @@ ROWS = [(method, *row) for method, rows in PRINTED.items() for row in zip(SIZES,
 
 
 class WeightedLayers(TorchDispatchMode):
-    """Multiply-accumulates of products with weights."""
+    """Count the multiply-accumulates of products with weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,23 +44,28 @@ class WeightedLayers(TorchDispatchMode):
 
 
 @functools.cache
-@torch.no_grad()
-def below(name: str) -> tuple[DenseBackbone, list[Tensor], int]:
-    """A backbone without memory, its maps of the image, and their cost."""
-    with torch.device("meta"), use_backend("eager"):
-        backbone = create_backbone(name).eval()
-    with torch.device("meta"), use_backend("eager"), WeightedLayers() as counter:
-        return backbone, backbone(torch.zeros(1, 3, 800, 1280)), counter.macs
-
-
-def on_meta(method: str, name: str) -> Detector:
+def meta_backbone(name: str, **kwargs: Any) -> DenseBackbone:
     with torch.device("meta"):
-        return create_detector(method, below(name)[0], 80).eval()
+        return create_backbone(name, **kwargs).eval()
 
 
+@functools.cache
 @torch.no_grad()
-def macs(method: str, name: str) -> float:
-    detector, maps = on_meta(method, name), below(name)[1]
+def meta_maps(name: str) -> tuple[list[Tensor], int]:
+    """The maps of the image on the meta device, and their multiply-accumulates."""
+    with torch.device("meta"), use_backend("eager"), WeightedLayers() as counter:
+        return meta_backbone(name)(torch.zeros(1, 3, 800, 1280)), counter.macs
+
+
+def meta_detector(method: str, name: str) -> Detector:
+    with torch.device("meta"):
+        return create_detector(method, meta_backbone(name), 80).eval()
+
+
+@functools.cache
+@torch.no_grad()
+def gmacs(method: str, name: str) -> float:
+    detector, (maps, backbone_macs) = meta_detector(method, name), meta_maps(name)
     with WeightedLayers() as counter:
         features = detector.neck(maps)
         if isinstance(detector, RetinaNet):
@@ -71,7 +76,7 @@ def macs(method: str, name: str) -> float:
                 hidden = stage.head(features[0].new_zeros(1000, 256, 7, 7))
                 stage.classify(hidden), stage.regress(hidden)
                 stage.mask_predictor(stage.mask_head(features[0].new_zeros(100, 256, 14, 14)))
-    return (counter.macs + below(name)[2]) / 1e9
+    return (counter.macs + backbone_macs) / 1e9
 
 
 def millions(model: nn.Module) -> float:
@@ -80,22 +85,22 @@ def millions(model: nn.Module) -> float:
 
 @pytest.mark.parametrize(("method", "size", "printed"), ROWS, ids=lambda v: str(v))
 def test_atmnet(method: str, size: str, printed: tuple[int, int]) -> None:
-    assert round(millions(on_meta(method, f"atmnet_{size}"))) == printed[0]
-    assert macs(method, f"atmnet_{size}") == pytest.approx(printed[1], rel=0.005)
+    assert round(millions(meta_detector(method, f"atmnet_{size}"))) == printed[0]
+    assert gmacs(method, f"atmnet_{size}") == pytest.approx(printed[1], rel=0.005)
 
 
 def test_stvit() -> None:
-    assert round(millions(on_meta("mask_rcnn", "stvit_base"))) == 70
-    assert macs("mask_rcnn", "stvit_base") == pytest.approx(359, rel=0.01)
+    assert round(millions(meta_detector("mask_rcnn", "stvit_base"))) == 70
+    assert gmacs("mask_rcnn", "stvit_base") == pytest.approx(359, rel=0.01)
 
 
 @pytest.mark.parametrize(("name", "printed"), [("xcit_small_12_p16_sima", 44.3), ("xcit_small_12_p8_224", 43.1)])
 def test_xcit(name: str, printed: float) -> None:
-    """Table 3 of SimA; its authors, and XCiT's, cut decimals off."""
-    assert int(10 * millions(on_meta("mask_rcnn", name))) / 10 == printed
+    """Table 3 of SimA; its authors and those of XCiT truncate decimals."""
+    assert int(10 * millions(meta_detector("mask_rcnn", name))) / 10 == printed
 
 
-def test_heads_to_the_parameter() -> None:
+def test_parameters_of_the_heads() -> None:
     """Heads of 80 classes, counted by hand."""
 
     def conv(width: int, out: int, kernel: int, bias: bool = True) -> int:
@@ -112,21 +117,21 @@ def test_heads_to_the_parameter() -> None:
     retina = 8 * conv(256, 256, 3) + conv(256, 720, 3) + conv(256, 36, 3)
 
     def heads(method: str) -> int:
-        detector = on_meta(method, "resnet10t")
-        others = [p for part in (detector.backbone, detector.neck) for p in part.parameters()]
-        return sum(p.numel() for p in detector.parameters()) - sum(p.numel() for p in others)
+        detector = meta_detector(method, "resnet10t")
+        rest = [p for part in (detector.backbone, detector.neck) for p in part.parameters()]
+        return sum(p.numel() for p in detector.parameters()) - sum(p.numel() for p in rest)
 
     assert heads("retinanet") == retina
     assert heads("mask_rcnn") == rpn + two + mask
     assert heads("cascade_mask_rcnn") == rpn + 3 * (four + mask)
-    assert len(CascadeMaskRCNN.weights) == 3
+    assert len(CascadeMaskRCNN.stage_weights) == 3
 
 
 def test_any_neck() -> None:
-    """ATMFPN fits the detectors too."""
+    """Detectors take ATMFPN too."""
     detector = create_detector("mask_rcnn", "resnet10t", 3, neck="atm_fpn", width=32).eval()
-    found = detector(torch.randn(1, 3, 70, 90))
-    assert found[0]["masks"].shape == (len(found[0]["boxes"]), 70, 90)
+    (detections,) = detector(torch.randn(1, 3, 70, 90))
+    assert detections["masks"].shape == (len(detections["boxes"]), 70, 90)
     with pytest.raises(ValueError, match="unknown neck 'pan': choose one of fpn, atm_fpn"):
         create_detector("mask_rcnn", "resnet10t", 3, neck="pan")
     with pytest.raises(ValueError, match="unknown detector 'yolo': choose one of retinanet, mask_rcnn, cascade"):

@@ -1,4 +1,4 @@
-"""COCO's average precision: the numbers of the reference tools, called directly on COCO's own form."""
+"""COCO's average precision, compared with pycocotools called directly on COCO's format."""
 
 import json
 import os
@@ -22,24 +22,24 @@ NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 SIZE = (200, 260)
 
 
-def real_like(root: Path, images: int = 12) -> dict:
-    """A validation set of things of all sizes, with crowds, images without things, and ids with gaps."""
+def write_dataset(root: Path, images: int = 12) -> dict:
+    """Write a data set with objects of all sizes, crowds, images without objects, and ids with gaps."""
     draw = np.random.default_rng(0)
-    told = []
+    annotations = []
     for i in range(images - 2):
         for _ in range(draw.integers(1, 6)):
             width, height = draw.uniform(3, 8) * 2 ** draw.uniform(0, 4.2, 2)
             left, top = draw.uniform(0, SIZE[1] - width), draw.uniform(0, SIZE[0] - height)
             box = [round(float(v), 2) for v in (left, top, width, height)]
             category = int(draw.choice([3, 7, 90]))
-            told.append(thing(100 + 7 * len(told), 10 + i, box, category))
-    told += [thing(3000 + i, 10 + i, [20.0 + i, 30, 150, 120 + i], 7) for i in range(3)]
+            annotations.append(thing(100 + 7 * len(annotations), 10 + i, box, category))
+    annotations += [thing(3000 + i, 10 + i, [20.0 + i, 30, 150, 120 + i], 7) for i in range(3)]
     drawn = np.zeros(SIZE, dtype=np.uint8, order="F")
     drawn[20:150, 30:220] = 1
     runs = tools.encode(drawn)
     runs = {"size": runs["size"], "counts": runs["counts"].decode()}
-    told.append(thing(5000, 10, [30, 20, 190, 130], 3, segmentation=runs, iscrowd=1))
-    form = content(images, told)
+    annotations.append(thing(5000, 10, [30, 20, 190, 130], 3, segmentation=runs, iscrowd=1))
+    form = content(images, annotations)
     for entry in form["images"]:
         entry |= {"height": SIZE[0], "width": SIZE[1]}
     for part in ("train", "val"):
@@ -48,7 +48,7 @@ def real_like(root: Path, images: int = 12) -> dict:
 
 
 def detections(scene: AnnotatedImage, seed: int) -> dict[str, torch.Tensor]:
-    """The truth, moved about; some of it is missed, some doubled, some called by another name."""
+    """The ground truth, shifted; some objects are missed, some doubled, some have a wrong class."""
     draw = torch.Generator().manual_seed(seed)
     boxes, labels, masks = scene.boxes.repeat(2, 1), scene.labels.repeat(2), scene.masks.repeat(2, 1, 1)
     keep = torch.rand(len(labels), generator=draw) < 0.6
@@ -60,7 +60,7 @@ def detections(scene: AnnotatedImage, seed: int) -> dict[str, torch.Tensor]:
     labels[other] = (labels[other] + 1) % 3
     false = {"boxes": torch.tensor([[40.0, 30, 90, 80]]), "labels": torch.tensor([0])}
     false["masks"] = torch.zeros(1, *scene.size)
-    false["masks"][0, 30:80, 40:90] = 1  # in the crowd of the first image it counts for nothing
+    false["masks"][0, 30:80, 40:90] = 1  # ignored inside the crowd of the first image
     return {
         "boxes": torch.cat([boxes, false["boxes"]]),
         "labels": torch.cat([labels, false["labels"]]),
@@ -69,14 +69,14 @@ def detections(scene: AnnotatedImage, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def by_the_tools(
-    truth: dict, found: dict[int, dict[str, torch.Tensor]], ids: list[int], masks: bool
+def by_pycocotools(
+    ground_truth: dict, found: dict[int, dict[str, torch.Tensor]], ids: list[int], masks: bool
 ) -> dict[str, float]:
-    """What pycocotools say, from COCO's form of annotations and results."""
+    """Metrics by pycocotools from COCO's formats of annotations and results."""
     coco = COCO()
-    coco.dataset = json.loads(json.dumps(truth))
+    coco.dataset = json.loads(json.dumps(ground_truth))
     coco.createIndex()
-    categories = [entry["id"] for entry in truth["categories"]]
+    categories = [entry["id"] for entry in ground_truth["categories"]]
     answer = {}
     for kind, name in (("bbox", "box"), ("segm", "mask"))[: 1 + masks]:
         results = []
@@ -99,16 +99,16 @@ def by_the_tools(
 
 
 @pytest.mark.parametrize("folder", [None, *filter(None, [os.environ.get("TOKAMIX_COCO")])])
-def test_as_the_tools_say(tmp_path: Path, capsys: pytest.CaptureFixture, folder: str | None) -> None:
-    """On made-up scenes, and on COCO's own where TOKAMIX_COCO names their folder."""
-    real_like(tmp_path)
+def test_agrees_with_pycocotools(tmp_path: Path, capsys: pytest.CaptureFixture, folder: str | None) -> None:
+    """On generated annotations, and on COCO's own if TOKAMIX_COCO names their folder."""
+    write_dataset(tmp_path)
     dataset: Any = create_dataset(folder or str(tmp_path), "detect").val
-    truth = json.loads(dataset.file.path.read_text())
-    found = {i: detections(dataset.scene(i), i) for i in range(len(dataset))}
-    expected = by_the_tools(truth, found, [dataset.image_id(i) for i in range(len(dataset))], masks=True)
+    ground_truth = json.loads(dataset.file.path.read_text())
+    found = {i: detections(dataset.sample(i), i) for i in range(len(dataset))}
+    expected = by_pycocotools(ground_truth, found, [dataset.image_id(i) for i in range(len(dataset))], masks=True)
     capsys.readouterr()
     metric = CocoAP(dataset, masks=True)
-    for index in reversed(found):  # the order does not matter
+    for index in reversed(found):  # in any order
         metric.update(index, found[index])
     result = metric.compute()
     assert result == pytest.approx(expected, abs=1e-9)
@@ -124,13 +124,13 @@ def test_as_the_tools_say(tmp_path: Path, capsys: pytest.CaptureFixture, folder:
     assert capsys.readouterr().out == ""
 
 
-def test_crowds_are_no_errors(tmp_path: Path) -> None:
-    """Whatever is found within a crowd of its class does not count."""
-    truth = real_like(tmp_path)
+def test_detections_in_crowds_are_ignored(tmp_path: Path) -> None:
+    """A detection inside a crowd of its class does not count."""
+    ground_truth = write_dataset(tmp_path)
     dataset = create_dataset(str(tmp_path), "detect").val
     perfect = {}
     for i in range(len(dataset)):
-        scene = dataset.scene(i)
+        scene = dataset.sample(i)
         things = ~scene.crowd
         perfect[i] = {"boxes": scene.boxes[things], "labels": scene.labels[things], "masks": scene.masks[things]}
         perfect[i]["scores"] = torch.full((int(things.sum()),), 0.5)
@@ -141,15 +141,15 @@ def test_crowds_are_no_errors(tmp_path: Path) -> None:
     inside = {"boxes": torch.tensor([[60.0, 60, 70, 70]]), "labels": torch.tensor([0]), "scores": torch.tensor([0.9])}
     inside["masks"] = torch.zeros(1, *SIZE, dtype=torch.bool)
     inside["masks"][0, 60:70, 60:70] = True
-    assert truth["annotations"][-1]["iscrowd"]
+    assert ground_truth["annotations"][-1]["iscrowd"]
     metric.update(0, {k: torch.cat([v, inside[k]]) for k, v in perfect[0].items()})
     assert metric.compute()["box_ap"] == metric.compute()["mask_ap"] == 100
-    metric.update(1, {k: torch.cat([v, inside[k]]) for k, v in perfect[1].items()})  # there is no crowd in that one
+    metric.update(1, {k: torch.cat([v, inside[k]]) for k, v in perfect[1].items()})  # an image without a crowd
     assert metric.compute()["box_ap"] < 100
 
 
-def test_nothing_found(tmp_path: Path) -> None:
-    real_like(tmp_path)
+def test_no_detections(tmp_path: Path) -> None:
+    write_dataset(tmp_path)
     dataset = create_dataset(str(tmp_path), "detect").val
     nothing = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0).long(), "scores": torch.zeros(0)}
     nothing["masks"] = torch.zeros(0, *SIZE, dtype=torch.bool)
@@ -161,24 +161,24 @@ def test_nothing_found(tmp_path: Path) -> None:
     assert metric._results(metric.detections, "bbox") == []
 
 
-def test_sizes_that_do_not_occur(tmp_path: Path) -> None:
+def test_missing_size_classes(tmp_path: Path) -> None:
     for part in ("train", "val"):
         write_coco(tmp_path, part, content(1, [thing(1, 10, [3, 4, 1, 1])]))  # one pixel
     dataset = create_dataset(str(tmp_path), "detect").val
     metric = CocoAP(dataset, masks=True)
-    scene = dataset.scene(0)
+    scene = dataset.sample(0)
     metric.update(0, {"boxes": scene.boxes, "labels": scene.labels, "scores": torch.ones(1), "masks": scene.masks})
     small = {f"{kind}_{name}": 100.0 for kind in ("box", "mask") for name in ("ap", "ap50", "ap75", "ap_small", "ar")}
     assert metric.compute() == pytest.approx(small)
 
 
-def test_an_annotation_of_id_0(tmp_path: Path) -> None:
-    """The tools take its match for none, so it is renamed."""
+def test_annotation_id_0(tmp_path: Path) -> None:
+    """pycocotools treats its match as none, so it gets another id."""
     for part in ("train", "val"):
         write_coco(tmp_path, part, content(1, [thing(0, 10, [3, 4, 10, 10])]))
     dataset = create_dataset(str(tmp_path), "detect").val
     metric = CocoAP(dataset)
-    metric.update(0, {"boxes": dataset.scene(0).boxes, "labels": torch.tensor([0]), "scores": torch.ones(1)})
+    metric.update(0, {"boxes": dataset.sample(0).boxes, "labels": torch.tensor([0]), "scores": torch.ones(1)})
     assert metric.compute()["box_ap"] == pytest.approx(100)
 
 
@@ -199,8 +199,8 @@ ODD = {
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_what_is_read_can_be_measured(tmp_path: Path, kind: str) -> None:
-    """Of odd annotations, those that are left out do not count, and the others are found."""
+def test_unusual_annotations(tmp_path: Path, kind: str) -> None:
+    """Invalid annotations are left out; the others count."""
     changed = thing(1, 10, [3, 4, 10, 8]) | ODD[kind]
     form = content(1, [changed] if changed["id"] == 1 else [thing(1, 10, [3, 4, 10, 8]), changed])
     if "image_id" in ODD[kind]:
@@ -210,25 +210,25 @@ def test_what_is_read_can_be_measured(tmp_path: Path, kind: str) -> None:
     for part in ("train", "val"):
         write_coco(tmp_path, part, form | {"images": [{**form["images"][0], "id": 10}]}).write_text(json.dumps(form))
     dataset = create_dataset(str(tmp_path), "detect").val
-    scene = dataset.scene(0)
+    scene = dataset.sample(0)
     assert scene.boxes.tolist() == [[3, 4, 13, 12]]
     metric = CocoAP(dataset, masks=True)
     metric.update(0, {"boxes": scene.boxes, "labels": scene.labels, "masks": scene.masks, "scores": torch.ones(1)})
     assert metric.compute()["box_ap"] == metric.compute()["mask_ap"] == pytest.approx(100)
 
 
-def test_generated_scenes() -> None:
+def test_generated_images() -> None:
     dataset = create_dataset("shapes:48", "detect").val
     metric = CocoAP(dataset, masks=True)
     for i in range(len(dataset)):
-        scene = dataset.scene(i)
+        scene = dataset.sample(i)
         found = {"boxes": scene.boxes, "labels": scene.labels, "masks": scene.masks}
         metric.update(i, {**found, "scores": torch.ones(len(scene.labels))})
     assert metric.compute()["box_ap"] == metric.compute()["mask_ap"] == pytest.approx(100)
 
 
 def test_result_files(tmp_path: Path) -> None:
-    real_like(tmp_path)
+    write_dataset(tmp_path)
     dataset = create_dataset(str(tmp_path), "detect").val
     metric = CocoAP(dataset, masks=True)
     found = {"boxes": torch.tensor([[1.0, 2, 11, 22]]), "labels": torch.tensor([2]), "scores": torch.tensor([0.25])}
@@ -239,13 +239,13 @@ def test_result_files(tmp_path: Path) -> None:
     assert tools.decode(row["segmentation"]).all()
     assert tools.decode(row["segmentation"]).shape == SIZE
     held = sum(len(mask["counts"]) for mask in metric.detections[3].masks)
-    assert held < 20  # not the 52,000 pixels
+    assert held < 20  # not 52,000 pixels
 
 
-def test_what_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_cannot_be_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for part in ("train", "val"):
-        told = [thing(1, 10, [3, 4, 10, 8], iscrowd=int(part == "val"))]
-        write_coco(tmp_path, part, content(1, told))
+        annotations = [thing(1, 10, [3, 4, 10, 8], iscrowd=int(part == "val"))]
+        write_coco(tmp_path, part, content(1, annotations))
     with pytest.raises(DataError, match="there is nothing to detect: no image of the validation set has an annotation"):
         check_detection(create_dataset(str(tmp_path), "detect").val, masks=False)
     metric = CocoAP(create_dataset(str(tmp_path), "detect").train)
@@ -256,9 +256,9 @@ def test_what_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         CocoAP(create_dataset(str(tmp_path), "detect").train, masks=True).update(
             0, {**one, "labels": torch.tensor([0])}
         )
-    told = [{k: v for k, v in thing(1, 10, [3, 4, 10, 8]).items() if k != "segmentation"}]
+    annotations = [{k: v for k, v in thing(1, 10, [3, 4, 10, 8]).items() if k != "segmentation"}]
     for part in ("train", "val"):
-        write_coco(tmp_path, part, content(1, told, categories=CATEGORIES))
+        write_coco(tmp_path, part, content(1, annotations, categories=CATEGORIES))
     with pytest.raises(
         DataError, match="mask AP needs annotations with outlines, but the validation set has boxes only"
     ):
@@ -273,30 +273,30 @@ def test_what_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         CocoAP(create_dataset("shapes", "detect").val)
 
 
-def test_a_run_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not after its first round."""
+def test_training_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at its first evaluation."""
     good = thing(1, 10, [3, 4, 10, 8])
     bare = {key: value for key, value in good.items() if key != "segmentation"}
 
-    def refused(told: list[dict], message: str, **settings: Any) -> None:
+    def refused(annotations: list[dict], message: str, **settings: Any) -> None:
         write_coco(tmp_path, "train", content(1, [good]))
-        write_coco(tmp_path, "val", content(1, told))
+        write_coco(tmp_path, "val", content(1, annotations))
         with pytest.raises((DataError, ImportError), match=message):
             run("detect", tmp_path / "run", create_dataset(str(tmp_path), "detect"), batch_size=1, **settings)
         assert not (tmp_path / "run/metrics.jsonl").exists()
 
     refused([], "there is nothing to detect: no image of the validation set has an annotation that counts")
-    masks = {"method": "mask_rcnn", "method_kwargs": {"width": 16, "regions": 16}}
+    masks = {"method": "mask_rcnn", "method_kwargs": {"width": 16, "rois_per_image": 16}}
     refused([bare], "mask AP needs annotations with outlines, but the validation set has boxes only", **masks)
     monkeypatch.setitem(sys.modules, "pycocotools.coco", None)
     refused([good], "average precision needs pycocotools")
 
 
-def test_masks_of_another_size(tmp_path: Path) -> None:
-    real_like(tmp_path)
+def test_masks_of_a_different_size(tmp_path: Path) -> None:
+    write_dataset(tmp_path)
     dataset = create_dataset(str(tmp_path), "detect").val
     metric = CocoAP(dataset, masks=True)
-    found = detections(dataset.scene(0), 0)
+    found = detections(dataset.sample(0), 0)
     metric.update(0, {**found, "masks": found["masks"][:, :100]})
     with pytest.raises(ValueError, match=r"image 0 is 260x200 px, but one of its masks 260x100"):
         metric.compute()

@@ -7,61 +7,42 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.command import call
 from tests.evaluate.test_detection import detections
-from tests.evaluate.test_segmentation import by_hand, made_up
-from tests.evaluate.worker import whole
-from tests.train.tiny_dense import run
-from tokamix.cli import app
+from tests.evaluate.test_segmentation import count_by_hand, random_pair
+from tests.evaluate.worker import evaluate_all
 from tokamix.data import create_dataset
 from tokamix.evaluate import CocoAP
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def printed(*arguments: str) -> str:
-    """What a module prints, started in two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, env=ENVIRONMENT)
+def test_two_processes_agree_with_one(segmenter_run: Path, detector_run: Path, tmp_path: Path) -> None:
+    """Also if one process has no images, or fails; `tokamix eval` prints once what both measured."""
+    runs = {"segment": str(segmenter_run), "detect": str(detector_run)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.evaluate.worker", str(tmp_path), json.dumps(runs)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A segmenter and a detector."""
-    path = tmp_path_factory.mktemp("runs")
-    for task in ("segment", "detect"):
-        run(task, path / task, iterations=1, eval_every=1)
-    return path
-
-
-def test_the_command_deals_the_images_out(folder: Path) -> None:
-    """One process tells what all of them saw."""
-    command = ["eval", str(folder / "segment"), "--data", "shapes:32", "--device", "cpu", "--workers", "0"]
-    together = printed("tokamix", *command)
-    assert together.count("mIoU") == 1
-    assert together == CliRunner().invoke(app, command).output
-
-
-def test_two_processes_are_like_one(folder: Path) -> None:
-    """Also where one of them has seen nothing, and where one fails."""
-    printed("tests.evaluate.worker", str(folder))
-    first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(2))
-    alone = whole(folder)
-    for task, share in (("segment", (4, 3)), ("detect", (4, 3)), ("classify", (19, 18))):
-        assert (first.pop(f"{task} asked"), second.pop(f"{task} asked")) == share
-        assert first[task] == pytest.approx(alone[task], abs=1e-5)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    single = evaluate_all(runs)
+    for task, decoded in (("segment", (4, 3)), ("detect", (4, 3)), ("classify", (19, 18))):
+        assert (first.pop(f"{task} decoded"), second.pop(f"{task} decoded")) == decoded
+        assert first[task] == pytest.approx(single[task], abs=1e-5)
+        assert first[f"{task} images"] == sum(decoded)
     assert first == second
-    assert first["pixels"] == pytest.approx(by_hand([made_up(i) for i in range(5)]), abs=1e-9)
-    assert first["pixels of one"] == pytest.approx(by_hand([made_up(0)]), abs=1e-9)
-    dataset = create_dataset(str(folder), "detect").val
-    alone, lonely = CocoAP(dataset, masks=True), CocoAP(dataset)
+    assert first["pixels"] == pytest.approx(count_by_hand([random_pair(i) for i in range(5)]), abs=1e-9)
+    assert first["pixels of rank 0"] == pytest.approx(count_by_hand([random_pair(0)]), abs=1e-9)
+    dataset = create_dataset(str(tmp_path), "detect").val
+    whole, part = CocoAP(dataset, masks=True), CocoAP(dataset)
     for i in range(len(dataset)):
-        alone.update(i, detections(dataset.scene(i), i))
-    lonely.update(0, detections(dataset.scene(0), 0))
-    assert first["things"] == alone.compute()
-    assert first["things of one"] == lonely.compute()
+        whole.update(i, detections(dataset.sample(i), i))
+    part.update(0, detections(dataset.sample(0), 0))
+    assert first["objects"] == whole.compute()
+    assert first["objects of rank 1"] == part.compute()
     assert "but one of its masks" in first["error"]
+    alone = call("eval", segmenter_run, "--data", "shapes:32", "--device", "cpu", "--workers", "0")
+    assert " ".join(done.stdout.split()) == alone
+    assert alone.count("mIoU") == 1

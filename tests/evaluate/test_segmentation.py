@@ -1,4 +1,4 @@
-"""Mean intersection over union, against counting by hand."""
+"""Mean intersection over union, compared with counting by hand."""
 
 import numpy as np
 import pytest
@@ -9,8 +9,8 @@ from tokamix.evaluate import MeanIoU
 CLASSES = ("a", "b", "c", "d")
 
 
-def made_up(i: int, classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
-    """A prediction and a target of some size; 255 is in the target."""
+def random_pair(i: int, classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """A random prediction and target; some target pixels are 255 (ignored)."""
     draw = torch.Generator().manual_seed(i)
     size = (5 + i, 7)
     target = torch.randint(classes, size, generator=draw)
@@ -21,34 +21,34 @@ def made_up(i: int, classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     return prediction, target
 
 
-def by_hand(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
+def count_by_hand(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
     predicted = np.concatenate([p.flatten().numpy() for p, _ in pairs])
     true = np.concatenate([t.flatten().numpy() for _, t in pairs])
     predicted, true = predicted[true != 255], true[true != 255]
-    iou, right = {}, []
+    iou, accuracy = {}, []
     for n, name in enumerate(CLASSES):
         union = ((predicted == n) | (true == n)).sum()
         if union:
             iou[name] = 100 * ((predicted == n) & (true == n)).sum() / union
         if (true == n).any():
-            right.append(100 * (predicted[true == n] == n).mean())
-    means = {"miou": np.mean(list(iou.values())), "mean_accuracy": np.mean(right)}
+            accuracy.append(100 * (predicted[true == n] == n).mean())
+    means = {"miou": np.mean(list(iou.values())), "mean_accuracy": np.mean(accuracy)}
     return means | {"pixel_accuracy": 100 * (predicted == true).mean()} | {f"iou/{k}": v for k, v in iou.items()}
 
 
-def test_against_counting() -> None:
-    pairs = [made_up(i) for i in range(6)]
+def test_agrees_with_counting() -> None:
+    pairs = [random_pair(i) for i in range(6)]
     metric = MeanIoU(CLASSES)
     for prediction, target in pairs:
         metric.update(prediction, target)
     result = metric.compute()
-    assert result == pytest.approx(by_hand(pairs), abs=1e-9)
-    assert "iou/d" not in result  # nobody has it: it is left out of the mean
+    assert result == pytest.approx(count_by_hand(pairs), abs=1e-9)
+    assert "iou/d" not in result  # it does not occur: left out of the mean
     assert result == metric.compute()
 
 
-def test_any_kind_of_numbers_and_batches() -> None:
-    pairs = [made_up(3), made_up(3)]
+def test_integer_types_and_batches() -> None:
+    pairs = [random_pair(3), random_pair(3)]
     one, other = MeanIoU(CLASSES), MeanIoU(CLASSES)
     for prediction, target in pairs:
         one.update(prediction, target)
@@ -56,15 +56,15 @@ def test_any_kind_of_numbers_and_batches() -> None:
     assert one.compute() == other.compute()
 
 
-def test_a_class_only_predicted_counts() -> None:
+def test_a_class_that_is_only_predicted_counts() -> None:
     metric = MeanIoU(CLASSES)
     metric.update(torch.tensor([[0, 3]]), torch.tensor([[0, 0]]))
     assert metric.compute() == {"miou": 25, "mean_accuracy": 50, "pixel_accuracy": 50, "iou/a": 50, "iou/d": 0}
 
 
-def test_what_cannot_be_counted() -> None:
+def test_invalid_input() -> None:
     metric = MeanIoU(CLASSES)
-    with pytest.raises(ValueError, match="nothing was counted: no image has come, or every pixel is ignored"):
+    with pytest.raises(ValueError, match="there are no pixels to measure: no images, or every pixel is ignored"):
         metric.compute()
     metric.update(torch.zeros(2, 2, dtype=torch.int64), torch.full((2, 2), 255))
     with pytest.raises(ValueError, match="there are no pixels to measure"):

@@ -1,4 +1,4 @@
-"""One of several processes that evaluate together; torchrun starts it with a folder, where it writes what it got."""
+"""One of two processes that evaluate together, started by torchrun; writes its results to RANK.json in a folder."""
 
 import json
 import sys
@@ -7,79 +7,78 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.evaluate.test_detection import detections, real_like
-from tests.evaluate.test_segmentation import CLASSES, made_up
+from tests.evaluate.test_detection import detections, write_dataset
+from tests.evaluate.test_segmentation import CLASSES, random_pair
 from tests.train.tiny import TINY, tiny_data
+from tokamix.cli import app
 from tokamix.data import AnnotatedImage, DatasetSplits, create_dataset
-from tokamix.data.shapes import Shapes, ShapeScenes
+from tokamix.data.shapes import AnnotatedShapes, Shapes
 from tokamix.evaluate import CocoAP, MeanIoU, evaluate
 from tokamix.models._registry import create_model
 
 
-def segmentation(rank: int, world: int) -> dict:
-    shared, lonely = MeanIoU(CLASSES), MeanIoU(CLASSES)
-    for i in range(rank, 5, world):
-        shared.update(*made_up(i))
+def segmentation(rank: int, world_size: int) -> dict:
+    shared, single = MeanIoU(CLASSES), MeanIoU(CLASSES)
+    for i in range(rank, 5, world_size):
+        shared.update(*random_pair(i))
     if rank == 0:
-        lonely.update(*made_up(0))
-    return {"pixels": shared.compute(), "pixels of one": lonely.compute()}
+        single.update(*random_pair(0))
+    return {"pixels": shared.compute(), "pixels of rank 0": single.compute()}
 
 
-def detection(rank: int, world: int, folder: Path) -> dict:
+def detection(rank: int, world_size: int, folder: Path) -> dict:
     if rank == 0:
-        real_like(folder)
+        write_dataset(folder)
     dist.barrier()
     dataset = create_dataset(str(folder), "detect").val
-    shared, lonely = CocoAP(dataset, masks=True), CocoAP(dataset)
-    for i in range(rank, len(dataset), world):
-        shared.update(i, detections(dataset.scene(i), i))
+    shared, single = CocoAP(dataset, masks=True), CocoAP(dataset)
+    for i in range(rank, len(dataset), world_size):
+        shared.update(i, detections(dataset.sample(i), i))
     if rank == 1:
-        lonely.update(0, detections(dataset.scene(0), 0))
-    answers = {"things": shared.compute(), "things of one": lonely.compute()}
+        single.update(0, detections(dataset.sample(0), 0))
+    results = {"objects": shared.compute(), "objects of rank 1": single.compute()}
     if rank == 1:
-        found = detections(dataset.scene(1), 1)
-        shared.update(1, {**found, "masks": found["masks"][:, 1:]})
+        wrong = detections(dataset.sample(1), 1)
+        shared.update(1, {**wrong, "masks": wrong["masks"][:, 1:]})
     try:
         shared.compute()
     except ValueError as error:
-        answers["error"] = str(error)
-    return answers
+        results["error"] = str(error)
+    return results
 
 
-class Counted(ShapeScenes):
-    """Scenes that count how often they are asked for to be looked at, which needs no masks."""
+class CountingDataset(AnnotatedShapes):
+    """Counts how many images are decoded for evaluation, which needs no masks."""
 
-    asked = 0
+    decoded = 0
 
-    def scene(self, i: int, masks: bool = True) -> AnnotatedImage:
-        self.asked += not masks
-        return super().scene(i, masks)
-
-
-def whole(folder: Path) -> dict:
-    """What the functions behind `tokamix eval` say, and how much of the data this process saw."""
-    answers: dict = {}
-    for task in ("segment", "detect"):
-        part = Counted(Shapes(7, 32, part="b", large=2), task)
-        answers[task] = evaluate(folder / task, DatasetSplits("few", part, part, part.classes, task), device="cpu")
-        answers[f"{task} asked"] = part.asked
-    model, data = model_and_data()
-    seen: list[int] = []
-    model.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
-    answers["classify"] = evaluate(model, data, device="cpu", batch_size=5)
-    return answers | {"classify asked": sum(seen)}
+    def sample(self, i: int, masks: bool = True) -> AnnotatedImage:
+        self.decoded += not masks
+        return super().sample(i, masks)
 
 
-def model_and_data() -> tuple[torch.nn.Module, DatasetSplits]:
+def evaluate_all(runs: dict[str, str]) -> dict:
+    """Metrics of `evaluate` for every task, and how many images this process decoded."""
+    results: dict = {}
+    for task, run in runs.items():
+        part = CountingDataset(Shapes(7, 32, part="b", large=2), task)
+        result = evaluate(run, DatasetSplits("few", part, part, part.classes, task), device="cpu")
+        results |= {task: result.metrics, f"{task} decoded": part.decoded, f"{task} images": result.num_images}
     torch.manual_seed(0)
     model = create_model(str(TINY.model), num_classes=4, img_size=8, **TINY.model_kwargs)
-    return model, tiny_data()
+    counts: list[int] = []
+    model.register_forward_pre_hook(lambda _, inputs: counts.append(len(inputs[0])))
+    result = evaluate(model, tiny_data(), device="cpu", batch_size=5)
+    results |= {"classify": result.metrics, "classify decoded": sum(counts), "classify images": result.num_images}
+    return results
 
 
 if __name__ == "__main__":
+    folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
     dist.init_process_group("gloo")
-    rank, world, folder = dist.get_rank(), dist.get_world_size(), Path(sys.argv[1])
-    answers = segmentation(rank, world) | detection(rank, world, folder) | whole(folder)
-    (folder / f"{rank}.json").write_text(json.dumps(answers))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    results = segmentation(rank, world_size) | detection(rank, world_size, folder) | evaluate_all(runs)
+    (folder / f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
+    app(["eval", runs["segment"], "--data", "shapes:32", "--device", "cpu", "--workers", "0"])

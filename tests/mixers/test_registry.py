@@ -1,4 +1,4 @@
-"""What holds for every registered mixer, and the registry itself."""
+"""The mixer registry, and properties of every registered mixer."""
 
 import pytest
 import timm
@@ -8,7 +8,7 @@ from torch import nn
 from tokamix.mixers import Site, create_mixer, list_mixers, register_mixer
 from tokamix.mixers.registry import get_mixer, watch_mixers
 
-# places of the bodies: a column, and the four stages of a pyramid
+# sites of the bodies: a column, and the four stages of a pyramid
 SITES = [
     Site(48, 3, (6, 6)),
     Site(24, 3, (24, 24), stage=0),
@@ -32,7 +32,7 @@ def test_number_of_mixers() -> None:
 
 @pytest.mark.parametrize("site", SITES, ids=lambda s: f"stage{s.stage}")
 def test_mixes_at_any_site(name: str, site: Site) -> None:
-    """On the site's own grid and on others, each image by itself."""
+    """Output shape on the site's grid and on other grids; images of a batch are independent."""
     mixer = create_mixer(name, site).eval()
     for grid in (site.grid, (5, 7), (1, 1)):
         x = torch.randn(2, grid[0] * grid[1], site.dim)
@@ -63,8 +63,8 @@ def test_device_and_dtype_reach_every_parameter(name: str) -> None:
     assert mixer(x, (12, 12)).shape == x.shape
 
 
-def test_what_mixes_and_what_does_not(name: str) -> None:
-    """A token changes what others get, except without a mixer; mixing never leaves the tokens as they were."""
+def test_tokens_are_mixed(name: str) -> None:
+    """A change of one token changes others, except with the identity."""
     mixer = create_mixer(name, SITES[0]).double().eval()
     x = torch.randn(1, 36, 48, dtype=torch.float64)
     other = x.clone()
@@ -78,9 +78,9 @@ def test_registering() -> None:
     seen: list[str] = []
     watch_mixers(seen.append)
     assert seen == list_mixers()
-    with pytest.raises(ValueError, match="there is a mixer 'sima' already"):
+    with pytest.raises(ValueError, match="mixer 'sima' is already registered"):
         register_mixer("sima", lambda site, **options: nn.Identity())
-    with pytest.raises(ValueError, match="'my mixer' cannot be part of a model's name"):
+    with pytest.raises(ValueError, match="'my mixer' cannot be part of a model name"):
         register_mixer("my mixer", lambda site, **options: nn.Identity())
     assert seen == list_mixers()
 

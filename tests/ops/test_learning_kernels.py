@@ -1,14 +1,12 @@
-"""A network learns the same with kernels and without."""
+"""Training losses with and without kernels are equal."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import tokamix
-from tests.ops.kernels import DEVICE, needs_triton
+from tests.ops.kernels import DEVICE
 from tokamix.ops import dispatch
-
-pytestmark = needs_triton
 
 STEPS = 3
 

@@ -3,15 +3,14 @@
 import pytest
 import torch
 
-from tests.ops.kernels import DEVICE, needs_triton
+from tests.ops.kernels import DEVICE
 from tokamix.ops.mask_paste.op import paste_masks
 
-pytestmark = needs_triton
 FAR = [[0.0, 0, 0, 0], [-50, -50, -20, -20], [-1e6, -10, 1e6, 1e30], [3, 3, 3.5, 60]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [(1, 1), (70, 200), (65, 7)])
+@pytest.mark.parametrize("size", [(1, 1), (17, 130), (33, 7)])
 @pytest.mark.parametrize("side", [1, 28])
 def test_against_reference(side: int, size: tuple[int, int], dtype: torch.dtype, poison_empty: None) -> None:
     torch.manual_seed(0)

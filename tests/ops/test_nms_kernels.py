@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from tests.ops.kernels import DEVICE, needs_triton
+from tests.ops.kernels import DEVICE
 from tokamix.ops.nms.op import batched_nms
-
-pytestmark = needs_triton
 
 
 @pytest.mark.parametrize(("lists", "count"), [(1, 1), (3, 7), (5, 65), (2, 300)])

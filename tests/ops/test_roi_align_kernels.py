@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.kernels import DEVICE, needs_triton, relative_rmse
+from tests.ops.kernels import DEVICE, relative_rmse
 from tokamix.ops.roi_align.op import multiscale_roi_align
 
-pytestmark = needs_triton
 STRIDES = (4, 8, 16, 32)
 # empty, larger than the image, outside of it, less than a pixel
 FAR = [[0.0, 0, 0, 0], [-20, -30, 230, 180], [900, 10, 950, 60], [10, 10, 10.5, 10.2]]

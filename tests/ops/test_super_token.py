@@ -23,7 +23,7 @@ def maps(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def slow_sample(x: Tensor, cell: tuple[int, int], n_iter: int) -> tuple[Tensor, Tensor]:
     """Equations 1 and 2 with a dense association between all tokens and all super tokens, one image at a time."""
     batch, height, width, channels = x.shape
-    p, q = -(-height // cell[0]), -(-width // cell[1])
+    p, q = (height + cell[0] - 1) // cell[0], (width + cell[1] - 1) // cell[1]
     tokens_of_batch, association = [], torch.zeros(batch, height, width, 9, dtype=x.dtype)
     for b in range(batch):
         pixels = {
@@ -142,7 +142,7 @@ def test_custom_ops() -> None:
     cell, ops = (2, 3), torch.ops.tokamix
     x = maps(2, 5, 6, 4).requires_grad_()
     tokens, association = super_token_sample(x, cell)
-    own_tokens, own_association, weight = ops.super_token_sample(x, cell, 1)
+    own_tokens, own_association, weight = ops.super_token_sample(x, cell, 1, False)
     torch.testing.assert_close(own_tokens, tokens)
     torch.testing.assert_close(own_association, association)
     loss = maps(*tokens.shape)
@@ -150,16 +150,16 @@ def test_custom_ops() -> None:
     torch.testing.assert_close(ours, expected)
 
     leaf = tokens.detach().requires_grad_()
-    plain, own = super_token_scatter(leaf, association, cell), ops.super_token_scatter(leaf, association, cell)
+    plain, own = super_token_scatter(leaf, association, cell), ops.super_token_scatter(leaf, association, cell, False)
     torch.testing.assert_close(own, plain)
     loss = maps(*plain.shape)
     torch.testing.assert_close(torch.autograd.grad(own, leaf, loss), torch.autograd.grad(plain, leaf, loss))
 
     fixed = association.detach()
-    torch.library.opcheck(ops.super_token_sample, (x, cell, 2))
-    torch.library.opcheck(ops.super_token_scatter, (leaf, fixed, cell))
-    torch.library.opcheck(ops.super_token_sample_backward, (leaf.detach(), fixed, weight.detach(), cell))
-    torch.library.opcheck(ops.super_token_scatter_backward, (loss, fixed, cell))
+    torch.library.opcheck(ops.super_token_sample, (x, cell, 2, False))
+    torch.library.opcheck(ops.super_token_scatter, (leaf, fixed, cell, False))
+    torch.library.opcheck(ops.super_token_sample_backward, (leaf.detach(), fixed, weight.detach(), cell, False))
+    torch.library.opcheck(ops.super_token_scatter_backward, (loss, fixed, cell, False))
 
 
 def roundtrip(x: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="at least one iteration, got n_iter=0"):
         super_token_sample(x, (2, 2), n_iter=0)
     tokens, association = super_token_sample(x, (2, 2))
-    with pytest.raises(ValueError, match=r"goes with super tokens \(1, 2, 2, C\), got \(1, 4, 4, 4\)"):
+    with pytest.raises(ValueError, match=r"needs super tokens \(1, 2, 2, C\), got \(1, 4, 4, 4\)"):
         super_token_scatter(tokens, association, (4, 4))
     with pytest.raises(RuntimeError, match="cannot run on the triton backend"):
         super_token_sample(x, (2, 2), backend="triton")

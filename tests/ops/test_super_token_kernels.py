@@ -4,10 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.kernels import DEVICE, FLOAT32_TOLERANCE, TIMES_PLAIN, assert_kernel_close, needs_triton, relative_rmse
+from tests.ops.kernels import DEVICE, FLOAT32_TOLERANCE, TIMES_PLAIN, assert_kernel_close, relative_rmse
 from tokamix.ops import super_token_sample, super_token_scatter
-
-pytestmark = needs_triton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [  # B, H, W, C, cell, iterations
@@ -41,7 +39,7 @@ def test_against_reference(
     def scattered(tokens: Tensor, backend: str) -> Tensor:
         return super_token_scatter(tokens, exact.to(dtype), cell, backend=backend)
 
-    p, q = -(-h // cell[0]), -(-w // cell[1])
+    p, q = (h + cell[0] - 1) // cell[0], (w + cell[1] - 1) // cell[1]
     assert_kernel_close(scattered, (torch.randn(b, p, q, c),), dtype)
 
 
@@ -68,13 +66,6 @@ def test_extremes(dtype: torch.dtype, value: float, poison_empty: None) -> None:
         *(torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True) for y in (out, plain)), strict=True
     ):
         torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
-
-
-def test_opcheck() -> None:
-    x = torch.randn(1, 5, 6, 8, device=DEVICE, requires_grad=True)
-    tokens, association = (t.detach() for t in super_token_sample(x, (2, 3), backend="triton"))
-    torch.library.opcheck(torch.ops.tokamix.super_token_sample, (x, (2, 3), 1))
-    torch.library.opcheck(torch.ops.tokamix.super_token_scatter, (tokens.requires_grad_(), association, (2, 3)))
 
 
 def test_compile() -> None:

@@ -1,277 +1,274 @@
-"""`tokamix predict`: what is written, what is drawn, and pictures that cannot be read."""
+"""`predict` and `Predictor`: every task, every form of input, what is written, unreadable files."""
 
+import csv
 import gc
 import json
 import weakref
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner
+from pycocotools.coco import COCO
 
-from tests.train.tiny_dense import run, tiny_scenes
-from tokamix.cli import app
-from tokamix.data.annotated.transforms import transform_for_eval
-from tokamix.predict import Prediction, Predictor, class_map, find_pictures, load_predictor, predict, read_picture
-from tokamix.predict.draw import Things, class_colours, class_picture, colour, draw_segmentation, draw_things
+from tests.command import call
+from tests.train.tiny import tiny_data
+from tests.train.tiny_dense import tiny_scenes
+from tokamix.data.annotated.loader import create_eval_loader as create_annotated_loader
+from tokamix.data.images.datasets import FileDataset
+from tokamix.data.images.loader import create_eval_loader
+from tokamix.inference import InferenceConfig
+from tokamix.predict import Prediction, Predictor, load_predictor, predict
+from tokamix.predict.files import find_images, merge_masks
+from tokamix.predict.predictor import read_image
 
-
-@pytest.fixture(scope="module")
-def segmenter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that knows a few scenes."""
-    folder = tmp_path_factory.mktemp("segmenter")
-    settings = {"iterations": 60, "eval_every": 60, "lr": 1e-2, "method_kwargs": {"width": 32, "neck_width": 32}}
-    run("segment", folder, tiny_scenes("segment", train=8, val=0, side=48), crop_size=48, **settings)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def detector(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("detector")
-    settings = {"iterations": 60, "eval_every": 60, "method": "mask_rcnn", "hflip": 0.0}
-    data = tiny_scenes("detect", train=4, val=0, side=64)
-    run("detect", folder, data, **settings, method_kwargs={"width": 32, "regions": 32})
-    return folder
+NAMES = ("a.png", "b.jpg", "c.webp", "d.png", "line.png")
+CPU = ("--device", "cpu")
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    """Scenes as files of several forms, in a folder."""
-    folder = tmp_path / "pictures"
-    folder.mkdir()
-    scenes = tiny_scenes("detect", train=4, val=0, side=64)
-    for i, name in enumerate(("a.png", "b.jpg", "c.webp", "d.png")):
-        Image.fromarray(scenes.train.scene(i).image.permute(1, 2, 0).numpy()).save(folder / name)
-    Image.new("RGB", (400, 1), (90, 120, 200)).save(folder / "line.png")
-    return folder
+def folder(tmp_path: Path) -> Path:
+    """Images in several file formats, and one of a single row."""
+    path = tmp_path / "images"
+    path.mkdir()
+    samples = tiny_scenes("detect", train=4, val=0, side=64)
+    for i, name in enumerate(NAMES[:4]):
+        Image.fromarray(samples.train.sample(i).image.permute(1, 2, 0).numpy()).save(path / name)
+    Image.new("RGB", (400, 1), (90, 120, 200)).save(path / "line.png")
+    return path
 
 
-def call(*args: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, list(args), env={"COLUMNS": "200"})
-    assert result.exit_code == code, result.output
-    return " ".join(result.output.split())
+@pytest.fixture(scope="module")
+def classifier(classifier_run: Path) -> Predictor:
+    return load_predictor(classifier_run, "cpu")
 
 
-def test_segment(segmenter: Path, pictures: Path, tmp_path: Path) -> None:
-    """A palette picture whose values are classes, and an overlay with a legend; sizes are the pictures' own."""
-    out = call("predict", str(pictures), "--run", str(segmenter), "--output", str(tmp_path / "out"), "--device", "cpu")
+@pytest.fixture(scope="module")
+def detector(detector_run: Path) -> Predictor:
+    return load_predictor(detector_run, "cpu", score_threshold=0.1)
+
+
+def test_classify(classifier: Predictor) -> None:
+    """Top classes with names, best first, equal to the softmax of the model."""
+    data = tiny_data().val
+    images = data.images[:9]
+    predictions = predict(classifier, images)
+    pixels = images.float() / 255
+    mean, std = (torch.tensor(v)[:, None, None] for v in (classifier.config.mean, classifier.config.std))
+    probabilities = classifier.model((pixels - mean) / std).softmax(1)
+    for prediction, row, label in zip(predictions, probabilities, data.labels, strict=False):
+        assert prediction.scores.tolist() == pytest.approx(row.sort(descending=True).values.tolist(), abs=1e-5)
+        assert prediction.names == tuple(f"class {i}" for i in prediction.labels.tolist())
+        assert prediction.names[0] == f"class {label}"
+    assert "%" in predictions[0].summary()
+    few = Predictor(classifier.model, classifier.config, top_k=2, batch_size=4)
+    assert [len(p.names) for p in few(list(images))] == [2] * 9
+
+
+def test_files_are_preprocessed_as_in_evaluation(classifier_run: Path, folder: Path) -> None:
+    """To the bit, for classifiers, which resize and crop, and for segmenters of several scales."""
+    config = InferenceConfig.load(classifier_run).replace(image_size=24, crop_pct=0.8)
+    predictor = Predictor(torch.nn.Linear(1, 1), config)
+    files = [folder / name for name in NAMES[:4]]
+    (batch, _), *_ = create_eval_loader(FileDataset(files, [0] * 4, ("a",)), config, batch_size=4).epoch(0)
+    for file, expected in zip(files, batch, strict=True):
+        assert torch.allclose(predictor.preprocess(read_image(file, config)), expected, atol=1e-6)
+
+
+def test_annotated_images_are_preprocessed_as_in_evaluation(segmenter_run: Path) -> None:
+    """To the pixel, also an image of a single column, where torch has a fault of its own."""
+    data = tiny_scenes("segment").val
+    for scale in ((400, 40), (64, 24), None):
+        config = InferenceConfig.load(segmenter_run).replace(scale=scale)
+        predictor = Predictor(torch.nn.Linear(1, 1), config)
+        (images, _), *_ = create_annotated_loader(data, config, batch_size=5).epoch(0)
+        for i, expected in enumerate(images):
+            assert torch.allclose(predictor.preprocess(data.sample(i).image), expected, atol=1e-6)
+    config = config.replace(scale=(400, 40))
+    column = torch.randint(256, (3, 800, 1), dtype=torch.uint8)
+    narrow = Predictor(torch.nn.Linear(1, 1), config).preprocess(column)
+    wide = Predictor(torch.nn.Linear(1, 1), config).preprocess(column.expand(3, 800, 2).contiguous())
+    assert narrow.shape == (3, 400, 1)
+    assert torch.allclose(narrow, wide[..., :1], atol=0.02)
+
+
+def test_forms_of_input(classifier: Predictor, detector: Predictor, folder: Path) -> None:
+    """A file, a PIL image, an array and a tensor are the same image; a list gives a list."""
+    for predictor in (classifier, detector):
+        file = folder / "a.png"
+        array = np.array(Image.open(file))
+        tensor = torch.from_numpy(array).permute(2, 0, 1)
+        expected = predictor(file)
+        assert expected.image == str(file)
+        assert expected.size == (64, 64)
+        for image in (str(file), Image.open(file), array, tensor):
+            assert torch.equal(predictor(image).scores, expected.scores)
+        for images in ([file, file], (array, array), torch.stack([tensor] * 2), np.stack([array] * 2)):
+            assert [torch.equal(p.scores, expected.scores) for p in predictor(images)] == [True, True]
+        assert predictor([]) == []
+        assert predict(predictor, []) == []
+        grey = predictor(array[..., 0])
+        assert torch.equal(grey.scores, predictor(np.repeat(array[..., :1], 3, -1)).scores)
+        with pytest.raises(ValueError, match=r"an image is a uint8 tensor \(.*3.*, H, W\), got \(64, 64, 3\)"):
+            predictor(tensor.permute(1, 2, 0))
+        with pytest.raises(ValueError, match=r"of torch\.float32"):
+            predictor(tensor.float())
+
+
+def test_classify_command(classifier_run: Path, folder: Path, tmp_path: Path) -> None:
+    """A table on the screen; CSV, JSONL and a contact sheet on request; the same predictions in all of them."""
+    table, lines, sheet = tmp_path / "out.csv", tmp_path / "out.jsonl", tmp_path / "sheet.png"
+    out = call("predict", classifier_run, folder, "-o", table, "--sheet", sheet, "--top-k", 2, "--batch-size", 2, *CPU)
+    predictions = load_predictor(classifier_run, "cpu", top_k=2)([folder / name for name in NAMES])
+    for prediction in predictions:
+        assert f"{prediction.names[0]} {100 * float(prediction.scores[0]):.1f} % {prediction.names[1]}" in out
+    assert f"written: {table}" in out
+    assert f"written: {sheet}" in out
+    rows = list(csv.reader(table.open()))
+    assert rows[0] == ["image", "class1", "score1", "class2", "score2"]
+    assert [Path(row[0]).name for row in rows[1:]] == list(NAMES)
+    call("predict", classifier_run, folder / "*.png", "-o", lines, "--top-k", 2, *CPU)
+    parsed = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [Path(row["image"]).name for row in parsed] == ["a.png", "d.png", "line.png"]
+    for row, prediction in zip(rows[1:], predictions, strict=True):
+        assert (row[1], row[3]) == prediction.names
+        assert [float(row[2]), float(row[4])] == pytest.approx(prediction.scores.tolist(), abs=1e-5)
+    assert parsed[0]["scores"] == [float(rows[1][2]), float(rows[1][4])]
+    with Image.open(sheet) as image:
+        assert min(image.size) > 200
+    paths = f"{folder / 'a.png'}\n\n{folder / 'b.jpg'}\n"
+    assert call("predict", classifier_run, "-", *CPU, stdin=paths).count(".png") == 1
+    wrong = call("predict", classifier_run, folder, "-o", tmp_path / "results", *CPU, code=1)
+    assert "the predictions of a classifier are written to a .csv or .jsonl file, not to" in wrong
+
+
+def test_segment_command(segmenter_run: Path, folder: Path, tmp_path: Path) -> None:
+    """A palette image whose values are classes, and an overlay with a legend, at the size of the image."""
+    out = call("predict", segmenter_run, folder, "-o", tmp_path / "out", *CPU)
     assert "a.png: background" in out
-    names = {p.name for p in (tmp_path / "out").iterdir()}
-    assert names == {f"{n}_{kind}.png" for n in ("a", "b", "c", "d", "line") for kind in ("overlay", "classes")}
-    found = load_predictor(segmenter, "cpu")(pictures / "a.png")
-    with Image.open(tmp_path / "out" / "a_classes.png") as classes:
-        assert (classes.mode, classes.size) == ("P", (64, 64))
-        assert torch.equal(torch.from_numpy(np.array(classes)).long(), found.segmentation)
+    written = {p.name for p in (tmp_path / "out").iterdir()}
+    assert written == {f"{Path(n).stem}_{kind}.png" for n in NAMES for kind in ("overlay", "classes")}
+    predictions = load_predictor(segmenter_run, "cpu")([folder / name for name in NAMES])
+    assert any(len(p.segmentation.unique()) > 1 for p in predictions)
+    for name, prediction in zip(NAMES, predictions, strict=True):
+        with Image.open(tmp_path / "out" / f"{Path(name).stem}_classes.png") as class_map:
+            assert class_map.mode == "P"
+            assert torch.equal(torch.from_numpy(np.array(class_map)).long(), prediction.segmentation)
     with Image.open(tmp_path / "out" / "line_classes.png") as line:
         assert line.size == (400, 1)
     with Image.open(tmp_path / "out" / "a_overlay.png") as overlay:
-        assert overlay.width > overlay.height >= 480  # enlarged, and the legend beside it
+        assert overlay.width > overlay.height >= 480  # enlarged, with the legend beside it
+    wrong = call("predict", segmenter_run, folder, "-o", tmp_path / "out.csv", *CPU, code=1)
+    assert "the predictions of task segment are written to a folder, not to the file" in wrong
 
 
-def test_detect(detector: Path, pictures: Path, tmp_path: Path) -> None:
-    """One JSON file that the reference tools read, with the boxes and masks that the model gave."""
-    coco = pytest.importorskip("pycocotools.coco").COCO
-    problems = predict(detector, [pictures], tmp_path / "out", device="cpu", score=0.1)
-    assert problems == []
-    told = coco(str(tmp_path / "out" / "detections.json"))
-    assert [Path(image["file_name"]).name for image in told.dataset["images"]] == [
-        *("a.png", "b.jpg", "c.webp", "d.png", "line.png")
-    ]
-    found = load_predictor(detector, "cpu", score=0.1)(pictures / "a.png")
-    entries = [entry for entry in told.dataset["annotations"] if entry["image_id"] == 1]
-    assert len(entries) == len(found.boxes) > 0
+def test_detect(detector: Predictor, folder: Path, tmp_path: Path) -> None:
+    """One JSON file in COCO's format, with the boxes and masks of the model."""
+    assert [p.error for p in predict(detector, folder, output=tmp_path / "out")] == [None] * 5
+    coco = COCO(str(tmp_path / "out" / "detections.json"))
+    assert [Path(image["file_name"]).name for image in coco.dataset["images"]] == list(NAMES)
+    expected = detector(folder / "b.jpg")
+    entries = [entry for entry in coco.dataset["annotations"] if entry["image_id"] == 2]
+    assert len(entries) == len(expected.boxes) > 5
     for n, entry in enumerate(entries):
         left, top, width, height = entry["bbox"]
-        assert found.boxes[n].tolist() == pytest.approx([left, top, left + width, top + height], abs=0.02)
-        assert entry["score"] == pytest.approx(float(found.scores[n]), abs=1e-4)
-        assert np.array_equal(told.annToMask(entry), found.masks[n].numpy())
-        assert told.cats[entry["category_id"]]["name"] == found_name(detector, int(found.labels[n]))
-    fewer = load_predictor(detector, "cpu", score=0.9)(pictures / "a.png")
-    assert len(fewer.boxes) < len(found.boxes)
-    with Image.open(tmp_path / "out" / "a_classes.png") as classes:
-        assert torch.equal(torch.from_numpy(np.array(classes)).long(), class_map(found))
+        assert expected.boxes[n].tolist() == pytest.approx([left, top, left + width, top + height], abs=0.02)
+        assert entry["score"] == pytest.approx(float(expected.scores[n]), abs=1e-4)
+        assert np.array_equal(coco.annToMask(entry), expected.masks[n].numpy())
+        assert coco.cats[entry["category_id"]]["name"] == expected.names[n]
+    strict = Predictor(detector.model, detector.config.replace(score_threshold=0.3))(folder / "b.jpg")
+    assert 0 < len(strict.boxes) < len(expected.boxes)
+    with Image.open(tmp_path / "out" / "b_classes.png") as class_map:
+        assert torch.equal(torch.from_numpy(np.array(class_map)).long(), merge_masks(expected))
+    with pytest.raises(ValueError, match="score_threshold is 2, but must be from 0 to 1"):
+        detector.config.replace(score_threshold=2)
 
 
-def found_name(folder: Path, label: int) -> str:
-    return json.loads((folder / "config.json").read_text())["label_names"][label]
-
-
-def test_pictures_that_cannot_be_read(segmenter: Path, pictures: Path, tmp_path: Path) -> None:
-    """They are named, the others done all the same, and the command says that something failed."""
-    (pictures / "bad.png").write_bytes(b"no picture")
-    (pictures / "cut.png").write_bytes((pictures / "a.png").read_bytes()[:-400])
-    arguments = ["predict", str(pictures), str(tmp_path / "gone.png"), "--run", str(segmenter), "--device", "cpu"]
-    out = call(*arguments, "--output", str(tmp_path / "out"), code=1)
-    for words in ("bad.png is not a picture, or corrupt", "cut.png is corrupt or truncated", "gone.png does not exist"):
-        assert words in out
-    assert "Traceback" not in out
+def test_unreadable_files(segmenter_run: Path, folder: Path, tmp_path: Path) -> None:
+    """They are named, the others are predicted, and the exit code is 1."""
+    (folder / "bad.png").write_bytes(b"no image")
+    (folder / "cut.png").write_bytes((folder / "a.png").read_bytes()[:-400])
+    out = call("predict", segmenter_run, folder, tmp_path / "gone.png", "-o", tmp_path / "out", *CPU, code=1)
+    assert "bad.png is not" in out
+    assert "cut.png is corrupt or truncated" in out
+    assert "gone.png does not exist" in out
     assert (tmp_path / "out" / "d_overlay.png").is_file()
     assert not (tmp_path / "out" / "bad_overlay.png").exists()
-    nothing = tmp_path / "nothing"
-    out = call("predict", str(tmp_path / "gone.png"), "--run", str(segmenter), "--output", str(nothing), code=1)
-    assert "gone.png does not exist" in out
-    assert "nothing was done" in out
-    assert "everything is in" not in out
-    assert not nothing.exists()
+    out = call("predict", segmenter_run, tmp_path / "gone.png", "-o", tmp_path / "nothing", *CPU, code=1)
+    assert "written" not in out
+    assert not (tmp_path / "nothing").exists()
     (tmp_path / "empty").mkdir()
-    assert "holds no picture" in call("predict", str(tmp_path / "empty"), "--run", str(segmenter), code=1)
-    assert "there is no run" in call("predict", str(pictures), "--run", str(tmp_path / "none"), code=1)
-    assert "neither a run's folder nor a timm model's" in call("predict", str(pictures), "--run", str(pictures), code=1)
+    assert "has no images" in call("predict", segmenter_run, tmp_path / "empty", code=1)
+    assert "no image matches" in call("predict", segmenter_run, tmp_path / "*.gif", code=1)
+    assert "there is no run folder" in call("predict", tmp_path / "none", folder, code=1)
+    assert "neither a run's folder nor a timm model's" in call("predict", folder, folder, code=1)
 
 
-def test_pictures_lie_as_the_camera_says(tmp_path: Path) -> None:
+def test_exif_rotation(segmenter_run: Path, classifier_run: Path, tmp_path: Path) -> None:
+    """Segmenters and detectors rotate images as the EXIF tag specifies; classifiers ignore it, as timm does."""
     pixels = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3) * 10
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned clockwise by a quarter
+    exif[0x0112] = 6  # rotate clockwise by a quarter
+    dense, plain = InferenceConfig.load(segmenter_run), InferenceConfig.load(classifier_run)
     for name in ("a.png", "b.webp"):
         Image.fromarray(pixels).save(tmp_path / name, exif=exif, lossless=True)
-        turned = read_picture(tmp_path / name)
-        assert torch.equal(turned.permute(1, 2, 0), torch.from_numpy(np.rot90(pixels, -1).copy()))
+        rotated = torch.from_numpy(np.rot90(pixels, -1).copy())
+        assert torch.equal(read_image(tmp_path / name, dense).permute(1, 2, 0), rotated)
+        assert torch.equal(read_image(tmp_path / name, plain).permute(1, 2, 0), torch.from_numpy(pixels))
     Image.fromarray(pixels).convert("RGBA").save(tmp_path / "c.png", exif=exif)
-    assert read_picture(tmp_path / "c.png").shape == (3, 3, 2)
+    assert read_image(tmp_path / "c.png", dense).shape == (3, 3, 2)
 
 
-def test_names_do_not_collide(segmenter: Path, pictures: Path, tmp_path: Path) -> None:
-    """Files of one name get numbers, and none that another file has in its own name."""
-    (tmp_path / "more").mkdir()
-    more = [tmp_path / "more" / name for name in ("A.jpg", "a.jpg", "a_2.jpg")]
-    for file in more:
-        file.write_bytes((pictures / "b.jpg").read_bytes())
-    predict(segmenter, [pictures / "a.png", tmp_path / "more"], tmp_path / "out", device="cpu")
-    names = {p.name.removesuffix("_overlay.png") for p in (tmp_path / "out").glob("*_overlay.png")}
-    assert names == {"a", "A_2", "a_3", "a_2_2"}
-    assert find_pictures([tmp_path / "more"]) == more
+def test_names_do_not_collide(segmenter_run: Path, folder: Path, tmp_path: Path) -> None:
+    """Files with the same name get numbers that no other file has in its name."""
+    (tmp_path / "further").mkdir()
+    further = [tmp_path / "further" / name for name in ("A.jpg", "a.jpg", "a_2.jpg")]
+    for file in further:
+        file.write_bytes((folder / "b.jpg").read_bytes())
+    predict(segmenter_run, [folder / "a.png", tmp_path / "further"], output=tmp_path / "out", device="cpu")
+    written = {p.name.removesuffix("_overlay.png") for p in (tmp_path / "out").glob("*_overlay.png")}
+    assert written == {"a", "A_2", "a_3", "a_2_2"}
+    assert find_images([tmp_path / "further"]) == further
 
 
-def test_masks_are_not_kept(detector: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is seen in a picture is gone when the next but one is looked at, of segmenters and detectors."""
-    alive: list[weakref.ref] = []
-    kept: list[int] = []
-    real = Predictor.__call__
+def test_masks_are_freed(detector: Predictor, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an output folder, the masks of an image are freed before the next image but one."""
+    references: list[weakref.ref] = []
+    alive: list[int] = []
+    original = Predictor._detections
 
-    def watched(self: Predictor, picture: torch.Tensor) -> Prediction:
+    def watch(self: Predictor, detections: dict) -> Prediction:
         gc.collect()
-        kept.append(sum(one() is not None for one in alive))
-        alive.append(weakref.ref(found := real(self, picture)))
-        return found
+        alive.append(sum(reference() is not None for reference in references))
+        prediction = original(self, detections)
+        references.append(weakref.ref(prediction.masks))
+        return prediction
 
-    monkeypatch.setattr(Predictor, "__call__", watched)
-    predict(detector, [pictures], tmp_path / "out", device="cpu")
-    assert len(kept) == 5
-    assert max(kept) <= 1
+    monkeypatch.setattr(Predictor, "_detections", watch)
+    predict(detector, folder, output=tmp_path / "out")
+    assert len(alive) == 5
+    assert max(alive) <= 1
 
 
-def test_a_prediction_that_fails(detector: Path, pictures: Path, tmp_path: Path) -> None:
-    """Nothing of what was done before is lost, and no half of a file is left."""
+def test_an_error_keeps_earlier_predictions(detector: Predictor, folder: Path, tmp_path: Path) -> None:
+    """Detections before the error are written, and no partial file is left."""
 
-    def say(text: str) -> None:
-        if "c.webp" in text:
+    def fail(prediction: Prediction) -> None:
+        if "c.webp" in prediction.image:
             raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        predict(detector, [pictures], tmp_path / "out", device="cpu", say=say)
-    told = json.loads((tmp_path / "out" / "detections.json").read_text())
-    assert [Path(image["file_name"]).name for image in told["images"]] == ["a.png", "b.jpg", "c.webp"]
+        predict(detector, folder, output=tmp_path / "out", on_prediction=fail)
+    content = json.loads((tmp_path / "out" / "detections.json").read_text())
+    assert [Path(image["file_name"]).name for image in content["images"]] == list(NAMES[:3])
     assert not list((tmp_path / "out").glob("*.part"))
 
 
-def test_many_classes(tmp_path: Path) -> None:
-    """More classes than a palette has make a picture of 16 bits."""
-    labels = torch.tensor([[0, 255, 256], [3, 365, 1]])
-    class_picture(labels, [str(i) for i in range(366)]).save(tmp_path / "a.png")
-    with Image.open(tmp_path / "a.png") as picture:
-        assert picture.mode == "I;16"
-        assert np.array_equal(np.array(picture), labels.numpy())
-    assert class_picture(labels.clamp(max=254), [str(i) for i in range(255)]).mode == "P"
-
-
-def test_pictures_are_seen_as_in_evaluation(segmenter: Path) -> None:
-    """To the pixel, also a single column, with which torch has a fault of its own."""
-    predictor = load_predictor(segmenter, "cpu")
-    predictor.config = predictor.config.replace(scale=(400, 40))
-    mean, std = (torch.tensor(getattr(predictor.config, key))[:, None, None] for key in ("mean", "std"))
-    for size in ((800, 1), (50, 70), (7, 90)):
-        image = torch.randint(256, (3, *size), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-        scene = replace(tiny_scenes("detect").train.scene(0), image=image, masks=None)
-        expected = (transform_for_eval(scene, predictor.config).image.float() / 255 - mean) / std
-        seen = predictor._seen(image)
-        assert seen.shape == expected.shape
-        assert (seen - expected).abs().max() < 1e-6
-
-
-def test_eval_of_a_run(segmenter: Path) -> None:
-    """The command rebuilds the model from the folder; data of other classes is refused in a sentence."""
-    out = call("eval", str(segmenter), "--data", "shapes:32", "--device", "cpu", "--workers", "0", "--batch-size", "32")
-    assert "mIoU" in out
-    assert "IoU of background" in out
-    assert "unknown" not in out
-    wrong = call("eval", str(segmenter), "--data", "shapes:32", "--device", "cpu", "--set", "lr=1", code=1)
-    assert "'lr' is not an inference option" in wrong
-    wrong = call("eval", str(segmenter), "--data", "shapes:32", "--image-size", "7", code=1)
-    assert "image_size has no effect for task segment" in wrong
-    out = call("eval", str(segmenter / "last.safetensors"), "--data", "shapes:32", "--device", "cpu", "--workers", "0")
-    assert "mIoU" in out
-
-
-def test_eval_of_a_detector(detector: Path) -> None:
-    """What only segmenters do is refused."""
-    for setting in ("test_flip=true", "test_scales=[0.5,1]", "window=64"):
-        wrong = call("eval", str(detector), "--data", "shapes:32", "--device", "cpu", "--set", setting, code=1)
-        assert f"{setting.partition('=')[0]} has no effect for task detect; choose from" in wrong
-
-
-def test_train_by_command(tmp_path: Path) -> None:
-    settings = "iterations=2 eval_every=2 warmup_iterations=0 batch_size=4 crop_size=32 scale=none"
-    flags = [word for setting in settings.split() for word in ("--set", setting)]
-    common = ["train", "--data", "shapes:32", "--device", "cpu", "--workers", "0", "--output", str(tmp_path / "a")]
-    out = call(*common, "--task", "segment", "--recipe", "shapes_segment", *flags)
-    assert "semantic_fpn with test_resnet on shapes:32: 1 epochs of 2 steps" in out
-    assert "mIoU" in out
-    assert f"% in epoch 1; everything is in {tmp_path / 'a'}" in out
-    wrong = call(*common, "--task", "detect", "--recipe", "shapes_segment", code=1)
-    assert "the recipe shapes_segment is for the task segment, not detect" in wrong
-    assert "has semantic_fpn, upernet" in call(*common, "--recipe", "shapes_segment", "--set", "method=fcn", code=1)
-    assert "names no model; give one with --model" in call(*common, "--task", "detect", code=1)
-
-
-def test_drawing() -> None:
-    """What is drawn is where it should be, in its own colour; pictures are enlarged until they can be read."""
-    image = torch.full((3, 40, 60), 128, dtype=torch.uint8)
-    labels = torch.zeros(40, 60, dtype=torch.int64)
-    labels[10:30, 20:40], labels[:5] = 2, 255
-    classes = ("background", "cat", "dog")
-    picture = draw_segmentation(image, labels, classes, legend=False)
-    factor = picture.width // 60
-    assert picture.size == (60 * factor, 40 * factor)
-    assert picture.width >= 480
-    assert picture.getpixel((5 * factor, 35 * factor)) == (128, 128, 128)
-    red, green, blue = picture.getpixel((30 * factor, 20 * factor))
-    expected = [round(0.65 * value + 0.35 * 128) for value in class_colours(classes)[2]]
-    assert [red, green, blue] == pytest.approx(expected, abs=1)
-    wide = draw_segmentation(image, labels, classes)
-    assert wide.width > picture.width
-    mask = torch.zeros(1, 40, 60, dtype=torch.bool)
-    mask[0, 10:30, 20:40] = True
-    things = Things(torch.tensor([[20.0, 10, 40, 30]]), torch.tensor([1]), torch.tensor([0.75]), mask)
-    drawn = draw_things(image, things, classes)
-    assert drawn.getpixel((20 * factor, 20 * factor)) == colour(0)  # the box
-    assert drawn.getpixel((5 * factor, 35 * factor)) == (128, 128, 128)
-    nothing = Things(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(0), mask[:0])
-    assert draw_things(image, nothing, classes).getpixel((0, 0)) == (128, 128, 128)
-    assert len({colour(i) for i in range(200)}) == 200
-    few = torch.tensor([colour(i) for i in range(21)], dtype=torch.float32)
-    assert torch.pdist(few).min() > 50  # one can be told from the other
-    palette = class_picture(labels, classes)
-    assert (palette.getpixel((30, 20)), palette.getpixel((30, 0))) == (2, 255)
-
-
-def test_better_things_hide_others() -> None:
+def test_best_masks_win() -> None:
     masks = torch.zeros(2, 4, 4, dtype=torch.bool)
     masks[0, :2], masks[1, 1:] = True, True
-    found = Prediction(
+    prediction = Prediction(
         boxes=torch.zeros(2, 4), labels=torch.tensor([4, 7]), scores=torch.tensor([0.9, 0.5]), masks=masks
     )
-    assert class_map(found).tolist() == [[5] * 4, [5] * 4, [8] * 4, [8] * 4]
+    assert merge_masks(prediction).tolist() == [[5] * 4, [5] * 4, [8] * 4, [8] * 4]

@@ -29,10 +29,10 @@ def test_train_eval_and_again(tmp_path: Path) -> None:
     out = call("train", *SMALL.split(), "--output", str(tmp_path / "a"))
     assert "columnar_tiny_softmax on digits: 2 epochs of 5 steps" in out
     assert "epoch 2/2 train loss" in out
-    assert f"everything is in {tmp_path / 'a'}" in out
+    assert f"the run is in {tmp_path / 'a'}" in out
     top1 = out.partition("best top-1 ")[2].split()[0]
     assert f"top-1 {top1} %" in call("eval", str(tmp_path / "a"), "--data", "digits", "--device", "cpu")
-    assert "going on after step 10 of 10" in call("train", *SMALL.split(), "--output", str(tmp_path / "a"))
+    assert "after step 10 of 10" in call("train", *SMALL.split(), "--output", str(tmp_path / "a"))
     other = call("train", *SMALL.split(), "--set", "lr=1", "--output", str(tmp_path / "a"), code=1)
     assert "lr was 0.002 and is 1.0" in other
     assert "Traceback" not in other

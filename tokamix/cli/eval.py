@@ -1,6 +1,7 @@
-"""`tokamix eval`: the accuracy of a run, a checkpoint or a pretrained model."""
+"""`tokamix eval`: metrics of a trained model on a data set."""
 
 import os
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -10,40 +11,66 @@ from tokamix.cli._shared import METRICS, console, plain_errors
 
 
 def eval_(
-    source: Annotated[str, typer.Argument(help="a run's folder, a checkpoint file, or a pretrained model's name")],
-    data: Annotated[str, typer.Option(help="the data, as for `tokamix train`; its validation part is used")],
-    model: Annotated[str | None, typer.Option(help="the model's name, for a checkpoint file")] = None,
-    image_size: Annotated[int | None, typer.Option(help="side in pixels; default: the model's own")] = None,
+    source: Annotated[
+        str, typer.Argument(help="a run's folder, a checkpoint file, a pretrained timm model, or hf-hub:user/name")
+    ],
+    data: Annotated[str, typer.Option(help="the data, as for `tokamix train`")],
+    split: Annotated[Literal["val", "train", "all"], typer.Option(help="part of the data to evaluate on")] = "val",
+    model: Annotated[str | None, typer.Option(help="name of the architecture, for a checkpoint file")] = None,
+    image_size: Annotated[int | None, typer.Option(help="image size in pixels; default: the model's own")] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="for segmenters: test_scales=[0.75,1], test_flip=true, window=512")
+        list[str] | None,
+        typer.Option("--set", help="change an inference option: test_scales=[0.75,1], test_flip=true, window=512"),
+    ] = None,
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="of the forward passes; default: the run's")
     ] = None,
     batch_size: Annotated[int | None, typer.Option(help="images of one forward pass; default: 128, or 1")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one")] = None,
-    workers: Annotated[int, typer.Option(help="processes that decode images")] = min(8, os.cpu_count() or 1),
-    corrupt: Annotated[Literal["raise", "skip"], typer.Option(help="what to do with undecodable pictures")] = "raise",
+    report: Annotated[
+        Path | None, typer.Option(help="folder for a classifier's confusion matrix, class accuracies and mistakes")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: a GPU if there is one")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="processes that decode images")] = min(8, os.cpu_count() or 1),
+    corrupt: Annotated[Literal["raise", "skip"], typer.Option(help="for images that cannot be decoded")] = "raise",
 ) -> None:
-    """Measure the accuracy of a run, a checkpoint or a pretrained model.
+    """Evaluate a trained model on a data set.
 
     On many GPUs: torchrun --nproc-per-node 8 -m tokamix eval ...
     """
-    from tokamix.distributed import process_group
-
-    with plain_errors(), process_group(device) as rank:
+    with plain_errors():
+        from tokamix.distributed import process_group
         from tokamix.evaluate import evaluate
 
-        metrics = evaluate(
-            source,
-            data,
-            model=model,
-            image_size=image_size,
-            overrides=set_ or (),
-            batch_size=batch_size,
-            device=device,
-            workers=workers,
-            corrupt=corrupt,
+        with process_group(device) as rank:
+            result = evaluate(
+                source,
+                data,
+                model=model,
+                split=split,
+                image_size=image_size,
+                overrides=set_ or (),
+                precision=precision,
+                batch_size=batch_size,
+                device=device,
+                workers=workers,
+                corrupt=corrupt,
+                report=report,
+            )
+        if rank != 0:
+            return
+        part = "all images" if split == "all" else f"split {split}"
+        images = f"{result.num_images:,} of {result.total_images:,} images ({part})"
+        console.print(
+            f"{result.source} on {result.data}: {images}, {result.precision} on {result.device}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
         )
-        if rank == 0:
-            console.print(_table(metrics))
+        for note in result.notes:
+            console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+        console.print(_table(result.metrics))
+        if report is not None:
+            console.print(f"the report is in {report}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _table(metrics: dict[str, float]) -> Table | str:

@@ -1,42 +1,85 @@
-"""`tokamix info`: versions, devices, kernels and extras."""
+"""`tokamix info`: what this machine can run, and whether a data set can be used."""
 
+import os
 import platform
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+import typer
+from rich.markup import escape
 from rich.table import Table
 
 from tokamix.cli._shared import console, plain_errors
 
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+CHECKED = 1000  # images of each split that `--data` decodes
 
-def info() -> None:
-    """Say what can run here, and why not."""
+
+def info(
+    data: Annotated[str | None, typer.Option(help="check this data set, given as for `tokamix train`")] = None,
+    task: Annotated[
+        Literal["classify", "segment", "detect"], typer.Option(help="the task that --data is meant for")
+    ] = "classify",
+) -> None:
+    """Show versions, CPU, GPU, kernels, extras and the data folder; with --data, check a data set."""
+    with plain_errors():
+        if data is not None:
+            _check_data(data, task)
+            return
+        table = Table(box=None, show_header=False)
+        for name, value in _rows():
+            table.add_row(name, escape(value))
+        console.print(table)
+
+
+def _rows() -> list[tuple[str, str]]:
     import torch
 
     import tokamix
     from tokamix.ops import dispatch
 
-    table = Table(box=None, show_header=False)
-    table.add_row("tokamix", f"{tokamix.__version__}, {len(tokamix.list_models())} models")
-    table.add_row("python", platform.python_version())
-    for package in ("torch", "torchvision", "timm"):
-        table.add_row(package, version(package))
-    if torch.cuda.is_available():
-        table.add_row("GPU", torch.cuda.get_device_name())
+    rows = [("tokamix", f"{tokamix.__version__}, {len(tokamix.list_models())} models")]
+    rows.append(("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"))
+    rows += [(package, version(package)) for package in ("torch", "torchvision", "timm")]
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    rows.append(("CPU", f"{usable} of {os.cpu_count()} cores usable, {torch.get_num_threads()} torch threads"))
+    rows.append(("CPU features", _cpu_features(torch.backends.cpu.get_cpu_capability())))
+    gpu = torch.cuda.is_available()
+    if gpu:
+        rows += [(f"GPU {i}", _gpu(torch.cuda.get_device_properties(i))) for i in range(torch.cuda.device_count())]
     else:
         built = torch.version.cuda or torch.version.hip
-        table.add_row("GPU", f"none: {'no device was found' if built else 'this torch is built for the CPU alone'}")
-    table.add_row("triton", version("triton") if dispatch.HAS_TRITON else "not installed: operators run eagerly")
-    probe = torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")
-    with plain_errors():
-        table.add_row("kernels", _kernels_used(dispatch.why_not(probe), dispatch.forced()))
+        rows.append(("GPU", f"none: {'no device was found' if built else 'this torch is built for the CPU only'}"))
+    rows.append(("triton", version("triton") if dispatch.HAS_TRITON else "not installed: operators run eagerly"))
+    probe = torch.empty(0, device="cuda" if gpu else "cpu")
+    rows.append(("kernels", _kernels(dispatch.why_not(probe), dispatch.forced())))
+    rows.append(("data folder", _data_folder()))
     for extra, packages in sorted(_extras().items()):
-        missing = [p for p in packages if not _installed(p)]
-        hint = f"missing {', '.join(missing)}: pip install 'tokamix\\[{extra}]'" if missing else "installed"
-        table.add_row(f"extra {extra}", hint)
-    console.print(table)
+        missing = [package for package in packages if not _is_installed(package)]
+        hint = f"missing {', '.join(missing)}: pip install 'tokamix[{extra}]'" if missing else "installed"
+        rows.append((f"extra {extra}", hint))
+    return rows
 
 
-def _kernels_used(reason: str | None, forced: str | None) -> str:
+def _cpu_features(capability: str) -> str:
+    """Instruction sets that decide about speed, and the one that torch uses."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = next((line for line in lines if line.startswith("flags")), "").split()
+    except OSError:  # not Linux
+        flags = []
+    features = [flag for flag in CPU_FEATURES if flag in flags]
+    return f"{', '.join(features)}; torch uses {capability}" if features else f"torch uses {capability}"
+
+
+def _gpu(properties: Any) -> str:
+    memory = f"{properties.total_memory / 2**30:.0f} GiB"
+    return f"{properties.name}, {memory}, compute capability {properties.major}.{properties.minor}"
+
+
+def _kernels(reason: str | None, forced: str | None) -> str:
+    """Whether operators run as Triton kernels, or why not."""
     if forced == "eager":
         return "not used: TOKAMIX_BACKEND=eager"
     if forced == "triton":
@@ -44,8 +87,46 @@ def _kernels_used(reason: str | None, forced: str | None) -> str:
     return f"not used: {reason}" if reason else "used for float16, bfloat16 and float32"
 
 
+def _data_folder() -> str:
+    """The folder of downloaded data sets, and whether it can be used."""
+    from tokamix.data.images.torchvision import data_folder
+
+    folder = data_folder()
+    source = "TOKAMIX_DATA" if os.environ.get("TOKAMIX_DATA") else "default; set TOKAMIX_DATA to change it"
+    if not folder.exists():
+        state = "does not exist yet"
+    elif not folder.is_dir():
+        state = "is not a folder"
+    else:
+        state = "writable" if os.access(folder, os.W_OK) else "readable only: nothing can be downloaded into it"
+    return f"{folder} ({source}): {state}"
+
+
+def _check_data(source: str, task: Literal["classify", "segment", "detect"]) -> None:
+    """Print the size of each split and the first problem; exit with 1 if there is one."""
+    import tokamix
+
+    dataset = tokamix.create_dataset(source, task)
+    print(f"{dataset.name}: {len(dataset.classes)} classes, for the task {task}")
+    problem = None
+    for name, split in (("train", dataset.train), ("val", dataset.val)):
+        labels = getattr(split, "labels", None)
+        present = f", {len(set(labels.tolist()))} classes present" if labels is not None else ""
+        indices = range(0, len(split), max(1, -(-len(split) // CHECKED))) if hasattr(split, "name_of") else ()
+        print(f"  {name}: {len(split):,} images{present}; {len(indices):,} of them decoded")
+        for i in indices:
+            try:
+                split[i] if labels is not None else split.sample(i)
+            except ValueError as error:  # decoding errors name the file
+                problem = problem or str(error)
+                break
+    if problem:
+        raise ValueError(problem)
+    print("no problem found")
+
+
 def _extras() -> dict[str, list[str]]:
-    """The packages of each extra, as declared by the distribution itself."""
+    """The packages of each extra, from the distribution's metadata."""
     extras: dict[str, list[str]] = {}
     for line in requires("tokamix") or []:
         requirement, _, marker = line.partition(";")
@@ -55,7 +136,7 @@ def _extras() -> dict[str, list[str]]:
     return extras
 
 
-def _installed(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     try:
         version(package)
     except PackageNotFoundError:

@@ -1,8 +1,15 @@
-"""The `tokamix` command: one function per command, each in its own file."""
+"""The `tokamix` command: one function per command, each in its own file.
+
+No module here imports torch before a command runs, so that `--help` and typing errors answer at once.
+"""
+
+from typing import Annotated
 
 import typer
 
+import tokamix
 from tokamix.cli.bench import bench
+from tokamix.cli.compare import compare
 from tokamix.cli.demo import demo
 from tokamix.cli.eval import eval_
 from tokamix.cli.info import info
@@ -11,12 +18,33 @@ from tokamix.cli.predict import predict
 from tokamix.cli.recipes import recipes
 from tokamix.cli.train import train
 
-app = typer.Typer(
-    help="Vision token mixers from five papers, inside timm.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-)
-for command in (models, info, demo, bench, train, predict, recipes):
-    app.command()(command)
-app.command("eval")(eval_)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"tokamix {tokamix.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Vision token mixers from five papers, inside timm."""
+
+
+for name, command in (
+    ("train", train),
+    ("eval", eval_),
+    ("predict", predict),
+    ("models", models),
+    ("recipes", recipes),
+    ("compare", compare),
+    ("demo", demo),
+    ("bench", bench),
+    ("info", info),
+):
+    app.command(name)(command)

@@ -1,36 +1,94 @@
 """`tokamix predict`: apply a trained model to images."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
 
 from tokamix.cli._shared import console, plain_errors
 
+if TYPE_CHECKING:
+    from tokamix.predict import Prediction
+
+ROWS = 40  # predictions of a classifier that are printed
+
 
 def predict(
-    images: Annotated[list[str], typer.Argument(help="pictures, or folders of them")],
-    run: Annotated[str, typer.Option(help="the folder of a run of `tokamix train --task segment` or `detect`")],
-    output: Annotated[Path, typer.Option(help="folder for the results")] = Path("predictions"),
-    score: Annotated[float, typer.Option(min=0, max=1, help="leave detections below it out")] = 0.3,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one")] = None,
+    source: Annotated[
+        str, typer.Argument(help="a run's folder, a checkpoint file, a pretrained timm model, or hf-hub:user/name")
+    ],
+    images: Annotated[list[str], typer.Argument(help="image files, folders, glob patterns, or - for paths on stdin")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="classifier: a .csv or .jsonl file; others: a folder [predictions]"),
+    ] = None,
+    sheet: Annotated[Path | None, typer.Option(help="image file for a contact sheet of the predictions")] = None,
+    top_k: Annotated[int, typer.Option(min=1, help="classes per image, of a classifier")] = 5,
+    score_threshold: Annotated[
+        float | None, typer.Option(min=0, max=1, help="leave out detections below it; default: 0.3")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="name of the architecture, for a checkpoint file")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="images of one forward pass, of a classifier")] = 32,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: a GPU if there is one")] = None,
 ) -> None:
-    """Segment pictures, or find things in them: overlays, classes of pixels, and detections in COCO's form."""
+    """Classify images, segment them, or detect objects in them.
+
+    A classifier's top classes are printed, and written with -o. Segmenters and detectors write overlays, class maps and
+    detections.json (COCO's format) into a folder.
+    """
     with plain_errors():
-        from tokamix.predict import find_pictures
-        from tokamix.predict import predict as run_predict
+        from tokamix.predict import load_predictor
+        from tokamix.predict import predict as run
+        from tokamix.predict.files import find_images
 
-        def say(text: str) -> None:
-            console.print(text, highlight=False, markup=False, soft_wrap=True)
+        files = find_images(images)
+        predictor = load_predictor(
+            source, device, model=model, score_threshold=score_threshold, top_k=top_k, batch_size=batch_size
+        )
+        classify = predictor.config.task == "classify"
+        target = output if classify or output else Path("predictions")
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            bar = progress.add_task("predicting", total=len(files))
 
-        found = find_pictures(images)
-        problems = run_predict(run, found, output, device=device, score=score, say=say)
+            def advance(prediction: "Prediction") -> None:
+                progress.advance(bar)
+                if not classify and prediction.error is None:
+                    _print(f"{prediction.image}: {prediction.summary()}")
+
+            predictions = run(predictor, list(files), output=target, sheet=sheet, on_prediction=advance)
+        readable = [prediction for prediction in predictions if prediction.error is None]
+        if classify and readable:
+            console.print(_table(readable[:ROWS]))
+            if len(readable) > ROWS:
+                _print(f"... and {len(readable) - ROWS} more" + ("" if output else "; -o FILE.csv writes all of them"))
+        for path in filter(None, (target, sheet)) if readable else ():
+            _print(f"written: {path}")
         errors = Console(stderr=True)
-        for problem in problems:
-            errors.print(f"[bold red]error:[/] {escape(problem)}", highlight=False, soft_wrap=True)
-        done = "nothing was done" if len(problems) == len(found) else f"everything is in {output}"
-        console.print(done, highlight=False, soft_wrap=True)
-        if problems:
+        for prediction in predictions:
+            if prediction.error is not None:
+                errors.print(f"[bold red]error:[/] {escape(prediction.error)}", highlight=False, soft_wrap=True)
+        if len(readable) < len(predictions):
             raise typer.Exit(1)
+
+
+def _print(text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _table(predictions: list["Prediction"]) -> Table:
+    """Image, best class and its score, further classes."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("image", overflow="ellipsis", no_wrap=True, max_width=max(20, console.width // 3))
+    table.add_column("class", overflow="ellipsis", no_wrap=True)
+    table.add_column("score", justify="right", no_wrap=True)
+    table.add_column("next", overflow="ellipsis", no_wrap=True, style="dim")
+    for prediction in predictions:
+        assert prediction.scores is not None
+        percents = [f"{100 * score:.1f} %" for score in prediction.scores.tolist()]
+        rest = ", ".join(f"{n} {s}" for n, s in zip(prediction.names[1:], percents[1:], strict=True))
+        table.add_row(escape(prediction.image), escape(prediction.names[0]), percents[0], escape(rest))
+    return table

@@ -1,10 +1,10 @@
 """Dense prediction: backbones, necks, segmenters and detectors in plain PyTorch and torchvision."""
 
-from tokamix.dense._detector import Detector
 from tokamix.dense.atm_fpn import AtmFPN
 from tokamix.dense.backbone import DenseBackbone, create_backbone
 from tokamix.dense.cascade import CascadeMaskRCNN
 from tokamix.dense.create import create_detector, create_neck, create_segmenter
+from tokamix.dense.detector import Detector
 from tokamix.dense.fpn import FPN
 from tokamix.dense.graphed import GraphedModel
 from tokamix.dense.mask_rcnn import MaskRCNN

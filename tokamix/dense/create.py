@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import nn
 
-from tokamix.dense._detector import Detector
 from tokamix.dense.atm_fpn import AtmFPN
 from tokamix.dense.backbone import DenseBackbone, create_backbone
 from tokamix.dense.cascade import CascadeMaskRCNN
+from tokamix.dense.detector import Detector
 from tokamix.dense.fpn import FPN
 from tokamix.dense.mask_rcnn import MaskRCNN
 from tokamix.dense.retinanet import RetinaNet
@@ -52,7 +52,7 @@ def create_segmenter(
         if neck != "fpn":
             raise ValueError(f"UperNet has its own pyramid and takes no neck, got {neck!r}; use method='semantic_fpn'")
         return UperNet(body, num_classes, width or 512, aux)
-    pyramid = create_neck(neck, body, width=neck_width, outs=len(body.channels))
+    pyramid = create_neck(neck, body, width=neck_width, num_outs=len(body.channels))
     return SemanticFPN(body, num_classes, pyramid, width or 128)
 
 
@@ -63,7 +63,7 @@ def create_detector(
     *,
     neck: str = "fpn",
     width: int = 256,
-    regions: int | None = None,
+    rois_per_image: int | None = None,
     **backbone_kwargs: Any,
 ) -> Detector:
     """Create a detector by name.
@@ -74,14 +74,14 @@ def create_detector(
         num_classes: number of classes, background not counted.
         neck: "fpn" or "atm_fpn".
         width: channels of the neck and of the convolutions in the heads.
-        regions: RoIs sampled per image to train the heads of Mask R-CNN; None: 512, as in the papers.
+        rois_per_image: sampled to train the heads of Mask R-CNN; None: 512, as in the papers.
         backbone_kwargs: arguments of `create_backbone`.
     """
     if method not in DETECTORS:
         raise ValueError(f"unknown detector {method!r}: choose one of {', '.join(DETECTORS)}")
-    if regions is not None and method == RetinaNet.method:
-        raise ValueError(f"RetinaNet has no regions to train on {regions} of; leave `regions` out")
-    head_kwargs: dict[str, Any] = {} if regions is None else {"regions": regions}
+    if rois_per_image is not None and method == RetinaNet.method:
+        raise ValueError(f"RetinaNet has no RoIs, got rois_per_image={rois_per_image}; leave it out")
+    head_kwargs: dict[str, Any] = {} if rois_per_image is None else {"rois_per_image": rois_per_image}
     body = create_backbone(backbone, **backbone_kwargs)
     return DETECTORS[method](body, num_classes, _neck_class(neck), width, **head_kwargs)
 

@@ -1,4 +1,4 @@
-"""The feature pyramid network: coarse maps, which know what, added to fine ones, which know where."""
+"""The feature pyramid network: coarse maps are upsampled and added to fine ones."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -6,22 +6,24 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Extra = Literal["pool", "conv"] | None
+ExtraLevels = Literal["pool", "conv"] | None
 
 
 class FPN(nn.Module):
     """Feature Pyramid Network, arXiv 1612.03144, as MMDetection and MMSegmentation have it: no norm, no activation.
 
-    A 1x1 convolution brings each level to one width, coarser levels are added to finer ones (nearest neighbour), and a
-    3x3 convolution makes each output.
+    A 1x1 convolution projects each level to one width, coarser levels are upsampled (nearest neighbour) and added to
+    finer ones, and a 3x3 convolution computes each output. torchvision's FeaturePyramidNetwork lacks `start_level` and
+    the first extra convolution on the backbone's map, and cannot have its convolutions replaced.
 
     Args:
         channels: of the backbone's levels, fine to coarse.
         width: channels of every output.
-        outs: outputs; those beyond the backbone's levels need `extra`.
-        extra: how outputs beyond the last level are made: "pool" takes every second pixel of the output before (Mask
-            R-CNN), "conv" is a 3x3 convolution of stride 2, the first on the backbone's last map (RetinaNet).
-        start: the first level that is used.
+        num_outs: number of outputs; more than the backbone's levels need `extra_levels`.
+        extra_levels: how outputs beyond the last level are computed: "pool" takes every second pixel of the output
+            before (Mask R-CNN), "conv" is a 3x3 convolution of stride 2, the first on the backbone's last map
+            (RetinaNet).
+        start_level: the first level that is used.
         strides: of the backbone's levels.
     """
 
@@ -29,56 +31,60 @@ class FPN(nn.Module):
         self,
         channels: Sequence[int],
         width: int = 256,
-        outs: int = 4,
-        extra: Extra = None,
-        start: int = 0,
+        num_outs: int = 4,
+        extra_levels: ExtraLevels = None,
+        start_level: int = 0,
         strides: Sequence[int] = (4, 8, 16, 32),
     ) -> None:
         super().__init__()
-        used = list(channels)[start:]
-        beyond = outs - len(used)
-        if not used or beyond < 0:
-            raise ValueError(f"{outs} outputs cannot be made of {len(channels)} levels from level {start} on")
-        if beyond and extra not in ("pool", "conv"):
-            raise ValueError(f"{len(used)} levels give as many outputs, not {outs}: extra='pool' or 'conv' adds some")
-        self.channels, self.width, self.outs, self.extra, self.start = tuple(channels), width, outs, extra, start
-        kept = list(strides)[start : len(channels)]
-        self.strides = tuple(kept + [kept[-1] * 2 ** (i + 1) for i in range(beyond)])
-        self.lateral = nn.ModuleList(self._make_lateral(dim, width) for dim in used)
-        self.output = nn.ModuleList(self._make_output(width) for _ in used)
+        used = list(channels)[start_level:]
+        num_extra = num_outs - len(used)
+        if not used or num_extra < 0:
+            raise ValueError(
+                f"num_outs={num_outs} does not fit the {len(used)} levels from start_level={start_level} on; use a"
+                f" start_level below {len(channels)} and at least as many outputs as levels"
+            )
+        if num_extra and extra_levels not in ("pool", "conv"):
+            raise ValueError(f"num_outs={num_outs} from {len(used)} levels needs extra_levels='pool' or 'conv'")
+        self.channels, self.width = tuple(channels), width
+        self.num_outs, self.extra_levels, self.start_level = num_outs, extra_levels, start_level
+        used_strides = list(strides)[start_level : len(channels)]
+        self.strides = tuple(used_strides + [used_strides[-1] * 2 ** (i + 1) for i in range(num_extra)])
+        self.lateral = nn.ModuleList(self._create_lateral(dim, width) for dim in used)
+        self.output = nn.ModuleList(self._create_output(width) for _ in used)
         self.coarser = nn.ModuleList()
-        if extra == "conv":
-            self.coarser.extend(self._make_coarser(width if i else used[-1], width) for i in range(beyond))
+        if extra_levels == "conv":
+            self.coarser.extend(self._create_coarser(width if i else used[-1], width) for i in range(num_extra))
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)  # type: ignore[arg-type]
 
-    def _make_lateral(self, channels: int, width: int) -> nn.Module:
-        """What brings one level to the common width."""
+    def _create_lateral(self, channels: int, width: int) -> nn.Module:
+        """The layer that projects one level to the common width."""
         return nn.Conv2d(channels, width, 1)
 
-    def _make_output(self, width: int) -> nn.Module:
-        """What makes one level's output of its sum."""
+    def _create_output(self, width: int) -> nn.Module:
+        """The layer that computes the output of one level from its sum."""
         return nn.Conv2d(width, width, 3, padding=1)
 
-    def _make_coarser(self, channels: int, width: int) -> nn.Module:
-        """What makes an output of half the resolution."""
+    def _create_coarser(self, channels: int, width: int) -> nn.Module:
+        """The layer that computes an output of half the resolution."""
         return nn.Conv2d(channels, width, 3, stride=2, padding=1)
 
     def forward(self, levels: list[Tensor]) -> list[Tensor]:
-        """The backbone's maps (B, C_i, H_i, W_i), finest first -> `outs` maps (B, width, ...), finest first."""
+        """The backbone's maps (B, C_i, H_i, W_i), finest first -> `num_outs` maps (B, width, ...), finest first."""
         if len(levels) != len(self.channels):
-            raise ValueError(f"this neck was built for {len(self.channels)} levels and got {len(levels)}")
-        sums = [lateral(x) for lateral, x in zip(self.lateral, levels[self.start :], strict=True)]
+            raise ValueError(f"this neck takes {len(self.channels)} levels, got {len(levels)}")
+        sums = [lateral(x) for lateral, x in zip(self.lateral, levels[self.start_level :], strict=True)]
         for i in range(len(sums) - 1, 0, -1):
-            # by size, not by factor: sides that are no multiple of 32 are halved with rounding
+            # by size, not by factor: sides that are not multiples of 32 are rounded when halved
             sums[i - 1] = sums[i - 1] + F.interpolate(sums[i], size=sums[i - 1].shape[-2:], mode="nearest")
         maps = [output(x) for output, x in zip(self.output, sums, strict=True)]
         last = levels[-1]
         for conv in self.coarser:
             last = conv(last)
             maps.append(last)
-        while len(maps) < self.outs:
+        while len(maps) < self.num_outs:
             maps.append(maps[-1][..., ::2, ::2])
         return maps

@@ -1,4 +1,4 @@
-"""Checkpoints of MMSegmentation, in which the papers' authors trained their segmenters, under our names."""
+"""Convert checkpoints of MMSegmentation, in which the papers' authors trained their segmenters, to our names."""
 
 import re
 import sys
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tokamix.dense.backbone import split_levels
 
-NAMES: tuple[tuple[str, str], ...] = (
+PATTERNS: tuple[tuple[str, str], ...] = (
     (r"^neck\.lateral_convs\.(\d)\.conv\.", r"neck.lateral.\1."),
     (r"^neck\.fpn_convs\.(\d)\.conv\.", r"neck.output.\1."),
     (r"^decode_head\.psp_modules\.(\d)\.1\.", r"head.pooling.branches.\1."),
@@ -24,7 +24,7 @@ NAMES: tuple[tuple[str, str], ...] = (
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """MMSegmentation's names -> ours, the backbone's through its family's own translation; ours pass unchanged."""
+    """MMSegmentation's names -> ours, with the backbone's own converter for its part; our names pass unchanged."""
     if not any(name.startswith("decode_head.") for name in state_dict):
         return state_dict
     inner = {n.removeprefix("backbone."): v for n, v in state_dict.items() if n.startswith("backbone.")}
@@ -40,8 +40,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
 
 
 def _translate(name: str) -> str:
-    # a level's convolutions stand at 0, 2 and 4, an upsampling after each
+    # the convolutions of a level have the indices 0, 2 and 4, with an upsampling after each
     name = re.sub(r"^decode_head\.scale_heads\.(\d)\.(\d)\.", lambda m: f"head.levels.{m[1]}.{int(m[2]) // 2}.", name)
-    for pattern, replacement in NAMES:
+    for pattern, replacement in PATTERNS:
         name = re.sub(pattern, replacement, name)
     return name

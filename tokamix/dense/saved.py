@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from tokamix.checkpoint import read_checkpoint, unwrap
-from tokamix.dense._detector import Detector
 from tokamix.dense.create import create_detector, create_segmenter
+from tokamix.dense.detector import Detector
 from tokamix.dense.segmenter import Segmenter
 
 Config = dict[str, Any]

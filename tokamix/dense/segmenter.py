@@ -1,4 +1,4 @@
-"""What the segmenters share: images to logits of the same size, the loss, and the layers of their heads."""
+"""Base class of the segmenters, their loss, and the layers of their heads."""
 
 import math
 
@@ -13,11 +13,10 @@ from tokamix.tasks import IGNORE_INDEX
 AUX_WEIGHT = 0.4  # of the auxiliary loss
 
 
-class ConvNorm(FoldableSequential):
+class ConvNormAct(FoldableSequential):
     """A convolution, BatchNorm and ReLU.
 
-    The papers synchronise the BatchNorm over processes; training does so by converting the model, so that one process
-    needs nothing of it.
+    The papers synchronise BatchNorm over processes; training converts the layers where there are several.
     """
 
     def __init__(self, in_channels: int, channels: int, kernel_size: int = 3) -> None:
@@ -29,14 +28,14 @@ class ConvNorm(FoldableSequential):
         """(B, in_channels, H, W) -> (B, channels, H, W)."""
         if self.training and isinstance(self[1], nn.BatchNorm2d) and x.shape[0] * x.shape[2] * x.shape[3] == 1:
             raise ValueError(
-                "BatchNorm cannot be trained on one image where its map is one pixel; use batches of at least 2 images,"
-                " or evaluation mode"
+                "BatchNorm cannot be trained on one value per channel, got one image with a 1x1 map; use at least 2"
+                " images, larger images or evaluation mode"
             )
         return super().forward(x)
 
 
 class Classifier(nn.Sequential):
-    """Dropout of whole maps and a 1x1 convolution to logits."""
+    """Dropout of whole channels and a 1x1 convolution to logits."""
 
     def __init__(self, channels: int, num_classes: int, drop: float = 0.1) -> None:
         if num_classes < 1:
@@ -48,27 +47,27 @@ class Classifier(nn.Sequential):
 
 
 class AuxiliaryHead(nn.Sequential):
-    """A small head on one level that helps in training and is not used afterwards: 3x3 convolution, 1x1 convolution."""
+    """A head on one level, used only in training: a 3x3 convolution and a 1x1 convolution."""
 
     def __init__(self, channels: int, num_classes: int, width: int = 256, drop: float = 0.1) -> None:
-        super().__init__(ConvNorm(channels, width), Classifier(width, num_classes, drop))
+        super().__init__(ConvNormAct(channels, width), Classifier(width, num_classes, drop))
 
 
 class Segmenter(DenseModel):
-    """A backbone, a neck (perhaps none) and a head; images in, logits of the same size out.
+    """A backbone, an optional neck and a head: images in, logits of the same size out.
 
-    `segmenter(images)` gives logits (B, K, H, W). `segmenter(images, target)` with a target (B, H, W) of class indices,
-    255 where there is none, gives the losses, whose sum is to be minimised. The loss is the mean over all pixels, and
-    an ignored one counts as 0, as in MMSegmentation: so an image without labels gives 0, and processes whose images
-    have more labelled pixels weigh more.
+    `segmenter(images)` returns logits (B, K, H, W). `segmenter(images, target)` with a target (B, H, W) of class
+    indices, 255 for ignored pixels, returns the losses, whose sum is minimised. The loss is the mean over all pixels,
+    with 0 for ignored ones, as in MMSegmentation: an image without labels gives 0, and processes whose images have more
+    labelled pixels get a larger weight.
 
     Args:
-        backbone: where the maps come from.
-        num_classes: classes.
+        backbone: computes the maps.
+        num_classes: number of classes.
         neck: list of maps -> list of maps, or None.
         head: list of maps -> logits (B, K, h, w).
         auxiliary: a head on one of the backbone's levels, or None.
-        aux_level: this level.
+        aux_level: index of that level.
     """
 
     def __init__(
@@ -88,7 +87,10 @@ class Segmenter(DenseModel):
     def forward(self, images: Tensor, target: Tensor | None = None) -> Tensor | dict[str, Tensor]:
         """Images (B, 3, H, W) -> logits (B, K, H, W); with a target (B, H, W), losses by name."""
         if target is not None and target.shape != (images.shape[0], *images.shape[-2:]):
-            raise ValueError(f"images {tuple(images.shape)} and target {tuple(target.shape)} differ in size or number")
+            raise ValueError(
+                f"images {tuple(images.shape)} need a target {(len(images), *images.shape[-2:])}, got"
+                f" {tuple(target.shape)}"
+            )
         padded = self.backbone.pad(images)
         maps = self.backbone(padded)
         height, width = images.shape[-2:]
@@ -109,7 +111,7 @@ class Segmenter(DenseModel):
 def resize(x: Tensor, size: tuple[int, int] | torch.Size) -> Tensor:
     """Bilinear resizing of (B, C, h, w), corners not aligned.
 
-    Whether the size changes at all is not asked: an exported model would be bound to the answer.
+    There is no shortcut for an unchanged size: an exported model would be specialised to it.
     """
     return F.interpolate(x, size=(size[0], size[1]), mode="bilinear", align_corners=False)
 
@@ -120,6 +122,6 @@ def segmentation_loss(logits: Tensor, target: Tensor) -> Tensor:
     return total / max(target.numel(), 1)
 
 
-def doublings(stride: int) -> int:
-    """How often a map of this stride is doubled until its stride is 4."""
+def num_upsamplings(stride: int) -> int:
+    """Number of x2 upsamplings from a stride to stride 4."""
     return max(round(math.log2(stride / 4)), 0)

@@ -1,4 +1,4 @@
-"""Semantic FPN: every level of a feature pyramid brought to stride 4 and added up."""
+"""Semantic FPN: every level of a feature pyramid is upsampled to stride 4, and the levels are added."""
 
 from collections.abc import Sequence
 
@@ -6,21 +6,21 @@ from torch import Tensor, nn
 
 from tokamix.dense.backbone import DenseBackbone
 from tokamix.dense.fpn import FPN
-from tokamix.dense.mmseg import checkpoint_filter_fn  # noqa: F401  (load_checkpoint looks for it here)
-from tokamix.dense.segmenter import Classifier, ConvNorm, Segmenter, doublings, resize
+from tokamix.dense.mmseg import checkpoint_filter_fn  # noqa: F401  (load_checkpoint looks it up here)
+from tokamix.dense.segmenter import Classifier, ConvNormAct, Segmenter, num_upsamplings, resize
 
 
 class SemanticFPNHead(nn.Module):
     """Panoptic Feature Pyramid Networks, arXiv 1901.02446, section 3.1, with BatchNorm as in MMSegmentation.
 
-    Each level is convolved once (twice at stride 16, three times at 32) and doubled after each convolution, except at
-    stride 4; the sum over the levels is classified. A map is resized to the next finer level's size, which is twice its
-    own where sides are multiples of 32.
+    Each level has one convolution (two at stride 16, three at stride 32) with an upsampling after each, except at
+    stride 4; the sum over the levels is classified. A map is resized to the size of the next finer level, which is
+    twice its own if the sides are multiples of 32.
 
     Args:
         in_channels: channels of the neck's outputs.
         strides: their strides, fine to coarse.
-        num_classes: classes.
+        num_classes: number of classes.
         width: channels of the head.
         drop: dropout before the classifier.
     """
@@ -30,7 +30,9 @@ class SemanticFPNHead(nn.Module):
     ) -> None:
         super().__init__()
         self.levels = nn.ModuleList(
-            nn.ModuleList(ConvNorm(width if i else in_channels, width) for i in range(max(1, doublings(stride))))
+            nn.ModuleList(
+                ConvNormAct(width if i else in_channels, width) for i in range(max(1, num_upsamplings(stride)))
+            )
             for stride in strides
         )
         self.classifier = Classifier(width, num_classes, drop)

@@ -7,29 +7,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokamix.dense.backbone import DenseBackbone
-from tokamix.dense.mmseg import checkpoint_filter_fn  # noqa: F401  (load_checkpoint looks for it here)
-from tokamix.dense.segmenter import AuxiliaryHead, Classifier, ConvNorm, Segmenter, resize
+from tokamix.dense.mmseg import checkpoint_filter_fn  # noqa: F401  (load_checkpoint looks it up here)
+from tokamix.dense.segmenter import AuxiliaryHead, Classifier, ConvNormAct, Segmenter, resize
 
-POOLS = (1, 2, 3, 6)  # sides of the grids of the pyramid pooling
+POOL_SIZES = (1, 2, 3, 6)  # sides of the pooled grids
 
 
 class PyramidPooling(nn.Module):
-    """The map next to its averages over grids of several sizes, fused.
+    """Concatenate a map with its averages over grids of several sizes and fuse them.
 
     Args:
-        channels: of the map.
-        width: of each average and of the result.
+        channels: of the input.
+        width: channels of each average and of the output.
     """
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
-        self.branches = nn.ModuleList(ConvNorm(channels, width, 1) for _ in POOLS)
-        self.join = ConvNorm(channels + len(POOLS) * width, width)
+        self.branches = nn.ModuleList(ConvNormAct(channels, width, 1) for _ in POOL_SIZES)
+        self.join = ConvNormAct(channels + len(POOL_SIZES) * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, width, H, W)."""
         parts = [x]
-        for pool, branch in zip(POOLS, self.branches, strict=True):
+        for pool, branch in zip(POOL_SIZES, self.branches, strict=True):
             parts.append(resize(branch(F.adaptive_avg_pool2d(x, pool)), x.shape[-2:]))
         return self.join(torch.cat(parts, dim=1))
 
@@ -39,7 +39,7 @@ class UperHead(nn.Module):
 
     Args:
         channels: of the backbone's levels, fine to coarse.
-        num_classes: classes.
+        num_classes: number of classes.
         width: channels of the head.
         drop: dropout before the classifier.
     """
@@ -48,9 +48,9 @@ class UperHead(nn.Module):
         super().__init__()
         finer = list(channels)[:-1]
         self.pooling = PyramidPooling(channels[-1], width)
-        self.lateral = nn.ModuleList(ConvNorm(dim, width, 1) for dim in finer)
-        self.output = nn.ModuleList(ConvNorm(width, width) for _ in finer)
-        self.join = ConvNorm(len(channels) * width, width)
+        self.lateral = nn.ModuleList(ConvNormAct(dim, width, 1) for dim in finer)
+        self.output = nn.ModuleList(ConvNormAct(width, width) for _ in finer)
+        self.join = ConvNormAct(len(channels) * width, width)
         self.classifier = Classifier(width, num_classes, drop)
 
     def forward(self, maps: list[Tensor]) -> Tensor:
@@ -65,7 +65,7 @@ class UperHead(nn.Module):
 
 
 class UperNet(Segmenter):
-    """A backbone and `UperHead`, with an auxiliary head on the level before the last; see `Segmenter`."""
+    """A backbone and `UperHead`, with an auxiliary head on the second-to-last level; see `Segmenter`."""
 
     method = "upernet"
 

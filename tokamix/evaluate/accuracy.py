@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tokamix.data import Loader
-from tokamix.evaluate.common import evaluation_mode
+from tokamix.inference import evaluation_mode
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,17 +10,51 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokamix.data.annotated.coco import mask_tools
 from tokamix.data.annotated.datasets import AnnotatedDataset
+from tokamix.data.annotated.rle import compress_masks
 from tokamix.data.decode import DataError
-from tokamix.evaluate.common import evaluation_mode, group_by_size
+from tokamix.evaluate.batches import group_by_size
+from tokamix.inference import evaluation_mode
 
 # indices into COCOeval.stats
 STATS = {"ap": 0, "ap50": 1, "ap75": 2, "ap_small": 3, "ap_medium": 4, "ap_large": 5, "ar": 8}
 
 
+class JoinedAnnotations:
+    """Annotations of several splits as one data set, as far as `CocoAP` needs it; images are numbered anew.
+
+    Args:
+        parts: of one source, with the same classes.
+    """
+
+    def __init__(self, parts: Sequence[AnnotatedDataset]) -> None:
+        self.parts = parts
+        self.classes, self.category_ids = parts[0].classes, parts[0].category_ids
+        self.has_masks = all(part.has_masks for part in parts)
+
+    def has_objects(self) -> bool:
+        """Whether any split has an annotation that counts."""
+        return any(part.has_objects() for part in self.parts)
+
+    def image_id(self, i: int) -> int:
+        """The id of image i, counted over all splits."""
+        return i
+
+    def coco_dict(self) -> dict[str, Any]:
+        """All annotations in COCO's format."""
+        images: list[dict[str, Any]] = []
+        annotations: list[dict[str, Any]] = []
+        for part in self.parts:
+            content = part.coco_dict()
+            ids = {part.image_id(i): len(images) + i for i in range(len(part))}
+            images += [entry | {"id": ids[entry["id"]]} for entry in content["images"]]
+            for entry in content["annotations"]:
+                annotations.append(entry | {"id": len(annotations) + 1, "image_id": ids[entry["image_id"]]})
+        return {"images": images, "annotations": annotations, "categories": content["categories"]}
+
+
 @torch.no_grad()
-def measure_ap(model: Any, loader: Any, dataset: AnnotatedDataset) -> dict[str, float]:
+def measure_ap(model: Any, loader: Any, dataset: AnnotatedDataset | JoinedAnnotations) -> dict[str, float]:
     """Compute COCO's average precisions in percent over all processes; of masks too if the model predicts them."""
     metric = CocoAP(dataset, masks=model.has_masks)
     with evaluation_mode(model):
@@ -32,10 +66,10 @@ def measure_ap(model: Any, loader: Any, dataset: AnnotatedDataset) -> dict[str, 
     return metric.compute()
 
 
-def check_detection(dataset: AnnotatedDataset, masks: bool) -> None:
+def check_detection(dataset: AnnotatedDataset | JoinedAnnotations, masks: bool) -> None:
     """Raise if the AP of boxes, or of masks, cannot be computed for a data set; reads no images."""
     _import_tools()
-    if not dataset.has_things():
+    if not dataset.has_objects():
         raise DataError("there is nothing to detect: no image of the validation set has an annotation that counts")
     if masks and not dataset.has_masks:
         raise DataError(
@@ -61,7 +95,7 @@ class CocoAP:
         masks: measure masks too.
     """
 
-    def __init__(self, dataset: AnnotatedDataset, masks: bool = False) -> None:
+    def __init__(self, dataset: AnnotatedDataset | JoinedAnnotations, masks: bool = False) -> None:
         check_detection(dataset, masks)
         self.dataset, self.masks = dataset, masks
         self.detections: dict[int, _Detections] = {}
@@ -82,7 +116,7 @@ class CocoAP:
         if self.masks:
             if "masks" not in detections:
                 raise ValueError("mask AP was requested, but the detections have no masks")
-            masks = encode(detections["masks"])
+            masks = compress_masks(detections["masks"])
         self.detections[index] = _Detections(boxes, labels, scores, masks)
 
     def compute(self) -> dict[str, float]:
@@ -154,14 +188,6 @@ def _load_results(coco_class: Any, ground_truth: Any, results: list[dict[str, An
     empty.dataset = {**ground_truth.dataset, "annotations": []}
     empty.createIndex()
     return empty
-
-
-def encode(masks: Tensor) -> list[dict[str, Any]]:
-    """Compress masks (n, H, W) to COCO's run lengths."""
-    if not len(masks):
-        return []
-    columns = masks.to(torch.uint8).transpose(1, 2).contiguous().cpu().numpy()  # pycocotools reads column by column
-    return mask_tools().encode(columns.transpose(2, 1, 0))
 
 
 def _import_tools() -> tuple[Any, Any]:

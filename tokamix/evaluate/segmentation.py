@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tokamix.dense.sliding_window import predict_classes
-from tokamix.evaluate.common import evaluation_mode, group_by_size
-from tokamix.inference import InferenceConfig
+from tokamix.evaluate.batches import group_by_size
+from tokamix.inference import InferenceConfig, evaluation_mode
+from tokamix.predict.predictor import segment_images
 from tokamix.tasks import IGNORE_INDEX
 
 
@@ -25,12 +25,6 @@ def measure_miou(model: nn.Module, loader: Any, config: InferenceConfig) -> dict
                 for i, class_map in zip(group, class_maps, strict=True):
                     metric.update(class_map, targets[i]["segmentation"])
     return metric.compute()
-
-
-def segment_images(model: Any, images: Tensor, size: tuple[int, int], config: InferenceConfig) -> Tensor:
-    """Predict the class maps (B, H, W) of normalised images (B, 3, h, w) at their original size (H, W)."""
-    window: Any = {"window": config.window, "stride": config.window_stride}
-    return predict_classes(model, images, size=size, scales=config.test_scales, flip=config.test_flip, **window)
 
 
 class MeanIoU:

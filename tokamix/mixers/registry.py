@@ -1,12 +1,12 @@
-"""Mixers by name: one line says how a mixer is built for a place in a body."""
+"""Registry of mixers: names, papers, and how each is created for a site of a body."""
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from tokamix._hints import suggest
 from tokamix.mixers.active_token import ActiveTokenMixer
 from tokamix.mixers.cosformer import CosFormer
 from tokamix.mixers.efficient import EfficientAttention
@@ -24,14 +24,14 @@ from tokamix.mixers.xca import XCA
 
 @dataclass(frozen=True)
 class Site:
-    """A place for a mixer.
+    """The place of a mixer in a body.
 
     Attributes:
         dim: channels of the tokens.
-        num_heads: heads the body gives to mixers that have heads.
-        grid: grid (H, W) of tokens at the body's image size, for mixers with parameters made for one grid.
-        stage: which stage of a pyramid, from 0; None in a column.
-        index: which block of the stage or column, from 0.
+        num_heads: heads, for mixers that have heads.
+        grid: grid (H, W) of tokens at the body's image size, for mixers whose parameters depend on the grid.
+        stage: index of the stage in a pyramid; None in a column.
+        index: index of the block in the stage or column.
     """
 
     dim: int
@@ -43,9 +43,9 @@ class Site:
 
 @dataclass(frozen=True)
 class Entry:
-    """How a mixer is built, `build(site, **options)`, and the paper it comes from."""
+    """A registered mixer: `create(site, **options)` returns the module; the rest is its paper."""
 
-    build: Callable[..., nn.Module]
+    create: Callable[..., nn.Module]
     paper_ids: str = ""
     paper_name: str = ""
 
@@ -54,49 +54,53 @@ _entries: dict[str, Entry] = {}
 _watchers: list[Callable[[str], None]] = []
 
 
-def register_mixer(name: str, build: Callable[..., nn.Module], paper_ids: str = "", paper_name: str = "") -> None:
-    """Give a mixer a name, under which it stands in every body at once.
+def register_mixer(name: str, create: Callable[..., nn.Module], paper_ids: str = "", paper_name: str = "") -> None:
+    """Register a mixer under a name; every body can use it at once.
 
     Args:
-        name: a new name, of which model names are made: letters, digits and underscores.
-        build: called `build(site, **options)`, where options are the user's, device and dtype; returns a module that is
-            called `mixer(x, grid)` on tokens x (B, H*W, C) and returns their like.
-        paper_ids: where the mixer was published, "arXiv:2206.08898".
+        name: a new name of letters, digits and underscores; it becomes part of model names.
+        create: called `create(site, **options)` with the user's options, device and dtype; returns a module that maps
+            tokens x (B, H*W, C) to tokens of the same shape when called `mixer(x, grid)`.
+        paper_ids: the paper, such as "arXiv:2206.08898".
         paper_name: the paper's title.
     """
     if not name.isidentifier():
-        raise ValueError(f"{name!r} cannot be part of a model's name: use letters, digits and underscores")
+        raise ValueError(f"{name!r} cannot be part of a model name: use letters, digits and underscores")
     if name in _entries:
-        raise ValueError(f"there is a mixer {name!r} already; choose another name")
-    _entries[name] = Entry(build, paper_ids, paper_name)
+        raise ValueError(f"mixer {name!r} is already registered; choose another name")
+    _entries[name] = Entry(create, paper_ids, paper_name)
     for watcher in _watchers:
         watcher(name)
 
 
 def watch_mixers(watcher: Callable[[str], None]) -> None:
-    """Call `watcher` with the name of every mixer, those registered before and those to come."""
+    """Call `watcher` with the name of every mixer: those registered so far now, later ones when they are registered."""
     _watchers.append(watcher)
     for name in _entries:
         watcher(name)
 
 
 def list_mixers() -> list[str]:
-    """The names of all mixers."""
+    """Names of all registered mixers."""
     return list(_entries)
 
 
 def get_mixer(name: str) -> Entry:
-    """A mixer's entry; an unknown name is answered with the nearest known ones."""
+    """The entry of a mixer; an unknown name raises ValueError with similar names."""
     if name not in _entries:
-        near = difflib.get_close_matches(name, _entries, n=3, cutoff=0.5)
-        hint = f"did you mean {', '.join(near)}?" if near else f"choose one of {', '.join(_entries)}"
-        raise ValueError(f"there is no mixer {name!r}; {hint}")
+        raise ValueError(f"there is no mixer {name!r}; {suggest(name, _entries)}")
     return _entries[name]
 
 
 def create_mixer(name: str, site: Site, **options: Any) -> nn.Module:
-    """Build the named mixer for a site."""
-    return get_mixer(name).build(site, **options)
+    """Create a mixer for a site: `create_mixer("sima", Site(dim=192, num_heads=3, grid=(14, 14)))`.
+
+    Args:
+        name: a registered name; `list_mixers()` returns all.
+        site: channels, heads and grid, and the block's place in a body.
+        options: arguments of the mixer's class, device and dtype.
+    """
+    return get_mixer(name).create(site, **options)
 
 
 def _heads(mixer: type[nn.Module]) -> Callable[..., nn.Module]:
@@ -104,21 +108,21 @@ def _heads(mixer: type[nn.Module]) -> Callable[..., nn.Module]:
 
 
 def _active_token(site: Site, **options: Any) -> nn.Module:
-    # channels that share an offset, as ATMNet has them: 2 at 64 channels, 4 at 128 and 320, 8 at 512
+    # channels that share an offset, as in ATMNet: 2 at 64 channels, 4 at 128 and 320, 8 at 512
     share = 2 if site.dim < 128 else 4 if site.dim < 512 else 8
     return ActiveTokenMixer(site.dim, **{"share": share, **options})
 
 
 def _super_token(site: Site, **options: Any) -> nn.Module:
-    # STViT's cells in a pyramid; in a column 2, which leaves 7x7 super tokens of 14x14 tokens: with the 1 that STViT
-    # has at this stride super tokens would be softmax attention
+    # STViT's cells in a pyramid; 2 in a column, which gives 7x7 super tokens for 14x14 tokens: with STViT's cell of 1
+    # at this stride, the mixer would be softmax attention
     cell = 2 if site.stage is None else (8, 4, 1, 1)[site.stage]
     return SuperTokenAttention(site.dim, site.num_heads, **{"cell": cell, **options})
 
 
 def _weight_mixing(site: Site, **options: Any) -> nn.Module:
-    # AMixer's windows in a pyramid, every second block shifted where a window is not the whole map; in a column the
-    # whole grid, as AMixer-DeiT has it
+    # AMixer's windows in a pyramid, every second block shifted unless the window is the whole map; the whole grid in a
+    # column, as in AMixer-DeiT
     windows: dict[str, Any] = {"window": site.grid}
     if site.stage is not None:
         side = (7, 7, 14, 7)[site.stage]

@@ -118,7 +118,8 @@ class WeightMixing(nn.Module):
         bank: Tensor = self.bank
         if self.partition:
             window, shift = self.window, self.shift
-            rows, columns = -(-height // window[0]), -(-width // window[1])
+            # ONNX export mistranslates -(-height // window[0]) with symbolic sizes
+            rows, columns = (height + window[0] - 1) // window[0], (width + window[1] - 1) // window[1]
             grid = (rows * window[0], columns * window[1])
             if padded := not _known_equal(grid, (height, width)):
                 pad = (0, 0, 0, grid[1] - width, 0, grid[0] - height)

@@ -1,4 +1,4 @@
-"""Every backbone of the papers, registered with timm."""
+"""Models of the papers, registered with timm; one file per family."""
 
 from tokamix.models import swapped
 from tokamix.models._registry import create_model, list_models

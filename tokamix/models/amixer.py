@@ -220,7 +220,7 @@ class AMixer(Pyramid):
         """Each stage's window and the shift of its odd blocks, for images of a size."""
         windows = []
         for info, largest in zip(self.feature_info, self.window_sizes, strict=True):
-            side = min(-(-n // info["reduction"]) for n in to_2tuple(img_size))
+            side = min(math.ceil(n / info["reduction"]) for n in to_2tuple(img_size))
             window = min(largest, side)
             shift = window // 2 if side > window else 0
             windows.append(((window, window), (shift, shift)))
@@ -325,7 +325,7 @@ class AMixerColumn(Column):
 
     def _grid(self, img_size: int | Pair) -> Pair:
         height, width = to_2tuple(img_size)
-        return -(-height // self.patch_size), -(-width // self.patch_size)
+        return math.ceil(height / self.patch_size), math.ceil(width / self.patch_size)
 
     def no_weight_decay(self) -> set[str]:
         """The position table."""
@@ -349,7 +349,8 @@ class AMixerColumn(Column):
 
 def _pad(x: Tensor, dim: int, multiple: int) -> Tensor:
     """Pad dims `dim` and `dim + 1` of x with zeros at the end, to multiples; no copy where they are known to be."""
-    sides = [-(-x.shape[i] // multiple) * multiple for i in (dim, dim + 1)]
+    # ONNX export mistranslates -(-n // multiple) with symbolic sizes
+    sides = [(x.shape[i] + multiple - 1) // multiple * multiple for i in (dim, dim + 1)]
     missing = [side - x.shape[i] for side, i in zip(sides, (dim, dim + 1), strict=True)]
     if statically_known_true(missing[0] == 0) and statically_known_true(missing[1] == 0):
         return x

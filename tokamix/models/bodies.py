@@ -5,7 +5,7 @@ pyramid (four stages, Swin's sizes). Stem, positions, depths, widths and MLPs st
 and speed are due to the mixer. Every pair is registered with timm as `<body>_<mixer>`, and so are mixers added later.
 """
 
-import difflib
+import math
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer,
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
+from tokamix._hints import suggest
 from tokamix.layers import ConvEmbed, PatchEmbed, PositionEmbedding
 from tokamix.mixers.context_broadcast import ContextBroadcast
 from tokamix.mixers.registry import Site, create_mixer, get_mixer, watch_mixers
@@ -274,7 +275,7 @@ class PyramidBody(Body, Pyramid):
 
 def _grid(img_size: int | Pair, stride: int) -> Pair:
     height, width = to_2tuple(img_size)
-    return -(-height // stride), -(-width // stride)
+    return math.ceil(height / stride), math.ceil(width / stride)
 
 
 def _set_grid(module: nn.Module, grid: Pair) -> None:
@@ -313,9 +314,7 @@ def create_body(body: str, mixer: str, pretrained: bool = False, **kwargs: Any) 
         kwargs: arguments of `ColumnarBody` or `PyramidBody`.
     """
     if body not in BODIES:
-        near = difflib.get_close_matches(body, BODIES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(BODIES)}"
-        raise ValueError(f"there is no body {body!r}; {hint}")
+        raise ValueError(f"there is no body {body!r}; {suggest(body, BODIES)}")
     get_mixer(mixer)
     shape, sizes = BODIES[body]
     return build_model_with_cfg(

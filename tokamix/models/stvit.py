@@ -4,6 +4,7 @@ Vision Transformer with Super Token Sampling, arXiv 2211.11167, https://github.c
 and 1x1 convolutions are Linear layers; the authors' checkpoints load through `checkpoint_filter_fn`.
 """
 
+import math
 import re
 from typing import Any
 
@@ -195,7 +196,7 @@ class STViT(Pyramid):
         for i, dim in enumerate(dims):
             cell = stoken_sizes[i]
             cell = (cell, cell) if isinstance(cell, int) else cell
-            side = -(-NATIVE_SIDE // self.feature_info[i]["reduction"])
+            side = math.ceil(NATIVE_SIDE / self.feature_info[i]["reduction"])
             blocks: list[nn.Module] = [
                 Block(
                     dim,
@@ -209,7 +210,7 @@ class STViT(Pyramid):
                     n_iter=n_iters[i],
                     refine=refine,
                     qkv_bias=qkv_bias,
-                    relative_grid=(-(-side // cell[0]), -(-side // cell[1])) if relative_position else None,
+                    relative_grid=(math.ceil(side / cell[0]), math.ceil(side / cell[1])) if relative_position else None,
                     **dd,
                 )
                 for rate in rates[i]

@@ -1,23 +1,5 @@
-"""Predictions on images: classes, masks, boxes."""
+"""Predictions on images: classes, masks and boxes."""
 
-from tokamix.predict.predictor import (
-    Prediction,
-    Predictor,
-    class_map,
-    draw,
-    find_pictures,
-    load_predictor,
-    predict,
-    read_picture,
-)
+from tokamix.predict.predictor import Prediction, Predictor, draw_prediction, load_predictor, predict
 
-__all__ = [
-    "Prediction",
-    "Predictor",
-    "class_map",
-    "draw",
-    "find_pictures",
-    "load_predictor",
-    "predict",
-    "read_picture",
-]
+__all__ = ["Prediction", "Predictor", "draw_prediction", "load_predictor", "predict"]

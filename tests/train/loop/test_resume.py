@@ -57,7 +57,7 @@ SETTINGS = {
         "layer_decay": 0.8,
         "repeated_augmentation": 2,
     },
-    "bf16": {"precision": "bf16", "optimizer": "sgd", "ema": 0.5},
+    "sgd": {"optimizer": "sgd", "ema": 0.5},
     "lamb": {"optimizer": "lamb", "schedule": "constant", "channels_last": True, "grad_checkpointing": True},
     "batch norm": {"network": "test_resnet", "model_kwargs": {}, "ema": 0.9, "image_size": 16},
 }
@@ -110,15 +110,15 @@ def test_decoded_data_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_the_scaler_of_fp16_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scaler that grows every second step, on the CPU, where Accelerate would not make one."""
-    real = train_run.make_accelerator
+    real = train_run.create_accelerator
 
-    def with_scaler(*args):
-        accelerator = real(*args)
+    def with_scaler(*args, **kwargs):
+        accelerator = real(*args, **kwargs)
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         return accelerator
 
     def patched() -> None:
-        monkeypatch.setattr(train_run, "make_accelerator", with_scaler)
+        monkeypatch.setattr(train_run, "create_accelerator", with_scaler)
 
     patched()
     run(tmp_path / "whole", save_every=3, clip_grad=1.0)
@@ -208,20 +208,20 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path, monkeypatch: pytest
 
 def test_changed_settings_are_named(tmp_path: Path) -> None:
     run(tmp_path / "a", epochs=2)
-    with pytest.raises(ValueError, match=r"other settings: epochs was 2 and is 3, lr was 0.005 and is 0.001; go on"):
+    with pytest.raises(ValueError, match=r"different settings: epochs was 2 and is 3, lr was 0.005 and is 0.001"):
         run(tmp_path / "a", epochs=3, lr=1e-3)
     with pytest.raises(ValueError, match=r"model was 'columnar_tiny_softmax' and is 'columnar_tiny_sima'"):
         run(tmp_path / "a", epochs=2, network="columnar_tiny_sima")
-    with pytest.raises(ValueError, match=r"5 steps an epoch and would go on with 4: the data has changed"):
+    with pytest.raises(ValueError, match=r"5 steps per epoch, but now there are 4: the data has changed"):
         run(tmp_path / "a", epochs=2, data=tiny_data(train=64))
-    assert run(tmp_path / "a", epochs=3, lr=1e-3, resume=False).epochs[-1]["epoch"] == 2
+    assert run(tmp_path / "a", epochs=3, lr=1e-3, resume=False).epochs[-1]["epoch"] == 3
 
 
 def test_a_damaged_state_is_said(tmp_path: Path) -> None:
     run(tmp_path / "a", epochs=2)
     state = tmp_path / "a" / "state" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"is damaged or no state of a run .*--no-resume"):
+    with pytest.raises(ValueError, match=r"is damaged or not the state of a run .*--no-resume"):
         run(tmp_path / "a", epochs=2)
     write_state(state, {"model": {}}, {"format": 99})
     with pytest.raises(ValueError, match="has format 99"):
@@ -239,7 +239,7 @@ def test_lines_after_the_saved_state_are_written_again(tmp_path: Path, monkeypat
     run(tmp_path / "a", save_every=4, log_every=1)
     rows = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
     assert [row["update"] for row in rows if row["event"] == "train"] == list(range(1, 16))
-    assert [row["epoch"] for row in rows if row["event"] == "epoch"] == [0, 1, 2]
+    assert [row["epoch"] for row in rows if row["event"] == "epoch"] == [1, 2, 3]
 
 
 def test_recipe_is_kept(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The public super token operators and their registration."""
+"""Public functions and operator registration of super token sampling."""
 
 from typing import Any
 
@@ -13,19 +13,19 @@ MAX_CHANNELS = 1024  # a kernel's program holds all channels of a super token
 
 
 def super_token_sample(x: Tensor, cell: Cell, n_iter: int = 1, backend: str | None = None) -> tuple[Tensor, Tensor]:
-    """Cluster the tokens of a map into super tokens, one to each cell of the map.
+    """Cluster the tokens of a map into super tokens, one per cell of the map.
 
     Vision Transformer with Super Token Sampling, arXiv 2211.11167. Super tokens start as the averages of their cells;
     each token is associated by softmax(x . s / sqrt(C)) with the 3x3 super tokens around its cell; super tokens become
     the association-weighted means of the tokens. As in the authors' code, unlike the paper's equations: super tokens
-    beyond the border are zero vectors that take part in the softmax; a map that the cells do not divide is filled up
-    with zero tokens at the right and bottom, which take part in everything; the association and the sums that
-    normalise it are constants to differentiation.
+    beyond the border are zero vectors that take part in the softmax; a map that the cells do not divide is padded with
+    zero tokens at the right and bottom, which take part in every step; the association and the sums that normalise it
+    are constants in the backward pass.
 
     Args:
         x: map of tokens (B, H, W, C).
         cell: height and width (h, w) of a cell.
-        n_iter: how often association and super tokens are estimated.
+        n_iter: iterations of association and averaging.
         backend: "eager", "triton" or None; see `tokamix.ops.dispatch`.
 
     Returns:
@@ -34,18 +34,18 @@ def super_token_sample(x: Tensor, cell: Cell, n_iter: int = 1, backend: str | No
     """
     _check_map("super_token_sample", x, cell)
     if n_iter < 1:
-        raise ValueError(f"super tokens need at least one iteration, got n_iter={n_iter}")
+        raise ValueError(f"super_token_sample needs at least one iteration, got n_iter={n_iter}")
     if dispatch.choose("super_token_sample", x, backend=backend, limit=_limit(x)) == "eager":
         tokens, association, _ = reference.sample(x, cell, n_iter)
     else:
-        tokens, association, _ = torch.ops.tokamix.super_token_sample(x, cell, n_iter)
+        tokens, association, _ = torch.ops.tokamix.super_token_sample(x, cell, n_iter, True)
     return tokens, association.detach()
 
 
 def super_token_scatter(tokens: Tensor, association: Tensor, cell: Cell, backend: str | None = None) -> Tensor:
-    """Map super tokens back to tokens: each is the mix of the 3x3 super tokens around its cell.
+    """Map super tokens back to tokens: each token is a weighted sum of the 3x3 super tokens around its cell.
 
-    The association is a constant to differentiation, as it is in `super_token_sample`.
+    The association is a constant in the backward pass, as in `super_token_sample`.
 
     Args:
         tokens: super tokens (B, p, q, C).
@@ -58,18 +58,18 @@ def super_token_scatter(tokens: Tensor, association: Tensor, cell: Cell, backend
     """
     _check_map("super_token_scatter", association, cell)
     grid = grid_of(association, cell)
-    # not while compiling: comparing sizes would specialise them
+    # not while compiling, because comparing sizes would specialise them
     if not torch.compiler.is_compiling() and (
         tokens.ndim != 4 or association.shape[-1] != 9 or tokens.shape[:3] != (association.shape[0], *grid)
     ):
         raise ValueError(
-            f"an association (B, H, W, 9) of shape {tuple(association.shape)} with cells {tuple(cell)} goes with super "
+            f"an association (B, H, W, 9) of shape {tuple(association.shape)} with cells {tuple(cell)} needs super "
             f"tokens ({association.shape[0]}, {grid[0]}, {grid[1]}, C), got {tuple(tokens.shape)}"
         )
     association = association.detach().to(tokens.dtype)
     if dispatch.choose("super_token_scatter", tokens, association, backend=backend, limit=_limit(tokens)) == "eager":
         return reference.scatter(tokens, association, cell)
-    return torch.ops.tokamix.super_token_scatter(tokens, association, cell)
+    return torch.ops.tokamix.super_token_scatter(tokens, association, cell, True)
 
 
 def _limit(x: Tensor) -> str | None:
@@ -88,29 +88,29 @@ def _check_map(op: str, x: Tensor, cell: Cell) -> None:
 
 
 @torch.library.custom_op("tokamix::super_token_sample", mutates_args=())
-def _sample(x: Tensor, cell: list[int], n_iter: int) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, association, weight = _implementation(x).sample(x, _pair(cell), n_iter)
+def _sample(x: Tensor, cell: list[int], n_iter: int, kernel: bool) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, association, weight = _implementation(kernel).sample(x, _pair(cell), n_iter)
     return tokens, association.contiguous(), weight
 
 
 @torch.library.custom_op("tokamix::super_token_sample_backward", mutates_args=())
-def _sample_backward(grad: Tensor, association: Tensor, weight: Tensor, cell: list[int]) -> Tensor:
-    return _implementation(grad).sample_backward(grad, association, weight, _pair(cell)).contiguous()
+def _sample_backward(grad: Tensor, association: Tensor, weight: Tensor, cell: list[int], kernel: bool) -> Tensor:
+    return _implementation(kernel).sample_backward(grad, association, weight, _pair(cell)).contiguous()
 
 
 @torch.library.custom_op("tokamix::super_token_scatter", mutates_args=())
-def _scatter(tokens: Tensor, association: Tensor, cell: list[int]) -> Tensor:
-    return _implementation(tokens).scatter(tokens, association, _pair(cell)).contiguous()
+def _scatter(tokens: Tensor, association: Tensor, cell: list[int], kernel: bool) -> Tensor:
+    return _implementation(kernel).scatter(tokens, association, _pair(cell)).contiguous()
 
 
 @torch.library.custom_op("tokamix::super_token_scatter_backward", mutates_args=())
-def _scatter_backward(grad: Tensor, association: Tensor, cell: list[int]) -> Tensor:
-    return _implementation(grad).scatter_backward(grad, association, _pair(cell))
+def _scatter_backward(grad: Tensor, association: Tensor, cell: list[int], kernel: bool) -> Tensor:
+    return _implementation(kernel).scatter_backward(grad, association, _pair(cell))
 
 
-def _implementation(x: Tensor) -> Any:
-    """The kernels where they can take x, else the reference; both hold the same four functions."""
-    if dispatch.why_not(x) is None and _limit(x) is None:
+def _implementation(kernel: bool) -> Any:
+    """The module of the kernels or of the reference; both have the same four functions."""
+    if kernel:
         from tokamix.ops.super_token import kernels
 
         return kernels
@@ -118,43 +118,45 @@ def _implementation(x: Tensor) -> Any:
 
 
 @_sample.register_fake
-def _(x: Tensor, cell: list[int], n_iter: int) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, cell: list[int], n_iter: int, kernel: bool) -> tuple[Tensor, Tensor, Tensor]:
     grid = grid_of(x, _pair(cell))
     weight = x.new_empty(x.shape[0], *grid, 1, dtype=torch.promote_types(x.dtype, torch.float32))
     return x.new_empty(x.shape[0], *grid, x.shape[3]), x.new_empty(*x.shape[:3], 9), weight
 
 
 @_sample_backward.register_fake
-def _(grad: Tensor, association: Tensor, weight: Tensor, cell: list[int]) -> Tensor:
+def _(grad: Tensor, association: Tensor, weight: Tensor, cell: list[int], kernel: bool) -> Tensor:
     return grad.new_empty(*association.shape[:3], grad.shape[3])
 
 
 @_scatter.register_fake
-def _(tokens: Tensor, association: Tensor, cell: list[int]) -> Tensor:
+def _(tokens: Tensor, association: Tensor, cell: list[int], kernel: bool) -> Tensor:
     return tokens.new_empty(*association.shape[:3], tokens.shape[3])
 
 
 @_scatter_backward.register_fake
-def _(grad: Tensor, association: Tensor, cell: list[int]) -> Tensor:
+def _(grad: Tensor, association: Tensor, cell: list[int], kernel: bool) -> Tensor:
     return grad.new_empty(grad.shape[0], *grid_of(grad, _pair(cell)), grad.shape[3])
 
 
 def _save_sample(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.cell = inputs[1]
+    ctx.cell, ctx.kernel = inputs[1], inputs[3]
     ctx.save_for_backward(*output[1:])
 
 
 def _save_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.cell = inputs[2]
+    ctx.cell, ctx.kernel = inputs[2], inputs[3]
     ctx.save_for_backward(inputs[1])
 
 
-def _backward_of_sample(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
-    return torch.ops.tokamix.super_token_sample_backward(grad, *ctx.saved_tensors, ctx.cell), None, None
+def _backward_of_sample(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
+    grad_x = torch.ops.tokamix.super_token_sample_backward(grad, *ctx.saved_tensors, ctx.cell, ctx.kernel)
+    return grad_x, None, None, None
 
 
-def _backward_of_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return torch.ops.tokamix.super_token_scatter_backward(grad, *ctx.saved_tensors, ctx.cell), None, None
+def _backward_of_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    grad_tokens = torch.ops.tokamix.super_token_scatter_backward(grad, *ctx.saved_tensors, ctx.cell, ctx.kernel)
+    return grad_tokens, None, None, None
 
 
 _sample.register_autograd(_backward_of_sample, setup_context=_save_sample)

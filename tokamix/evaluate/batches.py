@@ -1,21 +1,9 @@
-"""Helpers of all metrics."""
+"""Grouping of images by size."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode, and back into its previous mode afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
+from torch import Tensor
 
 
 def group_by_size(images: Sequence[Tensor], targets: Sequence[dict[str, Any]]) -> list[list[int]]:
