@@ -16,7 +16,7 @@ result = tokamix.train(
 )
 print(f"mean IoU {result.score:.1f} %")
 
-image = tokamix.create_dataset("shapes:64", task="segment").val.scene(0).image  # (3, H, W) uint8
+image = tokamix.create_dataset("shapes:64", task="segment").val.sample(0).image  # (3, H, W) uint8
 Image.fromarray(np.asarray(image.permute(1, 2, 0))).save("image.png")
 predictor = load_predictor("runs/segment")
 prediction = predictor("image.png")

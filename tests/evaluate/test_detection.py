@@ -104,7 +104,7 @@ def test_agrees_with_pycocotools(tmp_path: Path, capsys: pytest.CaptureFixture, 
     write_dataset(tmp_path)
     dataset: Any = create_dataset(folder or str(tmp_path), "detect").val
     ground_truth = json.loads(dataset.file.path.read_text())
-    found = {i: detections(dataset.scene(i), i) for i in range(len(dataset))}
+    found = {i: detections(dataset.sample(i), i) for i in range(len(dataset))}
     expected = by_pycocotools(ground_truth, found, [dataset.image_id(i) for i in range(len(dataset))], masks=True)
     capsys.readouterr()
     metric = CocoAP(dataset, masks=True)
@@ -130,7 +130,7 @@ def test_detections_in_crowds_are_ignored(tmp_path: Path) -> None:
     dataset = create_dataset(str(tmp_path), "detect").val
     perfect = {}
     for i in range(len(dataset)):
-        scene = dataset.scene(i)
+        scene = dataset.sample(i)
         things = ~scene.crowd
         perfect[i] = {"boxes": scene.boxes[things], "labels": scene.labels[things], "masks": scene.masks[things]}
         perfect[i]["scores"] = torch.full((int(things.sum()),), 0.5)
@@ -166,7 +166,7 @@ def test_missing_size_classes(tmp_path: Path) -> None:
         write_coco(tmp_path, part, content(1, [thing(1, 10, [3, 4, 1, 1])]))  # one pixel
     dataset = create_dataset(str(tmp_path), "detect").val
     metric = CocoAP(dataset, masks=True)
-    scene = dataset.scene(0)
+    scene = dataset.sample(0)
     metric.update(0, {"boxes": scene.boxes, "labels": scene.labels, "scores": torch.ones(1), "masks": scene.masks})
     small = {f"{kind}_{name}": 100.0 for kind in ("box", "mask") for name in ("ap", "ap50", "ap75", "ap_small", "ar")}
     assert metric.compute() == pytest.approx(small)
@@ -178,7 +178,7 @@ def test_annotation_id_0(tmp_path: Path) -> None:
         write_coco(tmp_path, part, content(1, [thing(0, 10, [3, 4, 10, 10])]))
     dataset = create_dataset(str(tmp_path), "detect").val
     metric = CocoAP(dataset)
-    metric.update(0, {"boxes": dataset.scene(0).boxes, "labels": torch.tensor([0]), "scores": torch.ones(1)})
+    metric.update(0, {"boxes": dataset.sample(0).boxes, "labels": torch.tensor([0]), "scores": torch.ones(1)})
     assert metric.compute()["box_ap"] == pytest.approx(100)
 
 
@@ -210,7 +210,7 @@ def test_unusual_annotations(tmp_path: Path, kind: str) -> None:
     for part in ("train", "val"):
         write_coco(tmp_path, part, form | {"images": [{**form["images"][0], "id": 10}]}).write_text(json.dumps(form))
     dataset = create_dataset(str(tmp_path), "detect").val
-    scene = dataset.scene(0)
+    scene = dataset.sample(0)
     assert scene.boxes.tolist() == [[3, 4, 13, 12]]
     metric = CocoAP(dataset, masks=True)
     metric.update(0, {"boxes": scene.boxes, "labels": scene.labels, "masks": scene.masks, "scores": torch.ones(1)})
@@ -221,7 +221,7 @@ def test_generated_images() -> None:
     dataset = create_dataset("shapes:48", "detect").val
     metric = CocoAP(dataset, masks=True)
     for i in range(len(dataset)):
-        scene = dataset.scene(i)
+        scene = dataset.sample(i)
         found = {"boxes": scene.boxes, "labels": scene.labels, "masks": scene.masks}
         metric.update(i, {**found, "scores": torch.ones(len(scene.labels))})
     assert metric.compute()["box_ap"] == metric.compute()["mask_ap"] == pytest.approx(100)
@@ -296,7 +296,7 @@ def test_masks_of_a_different_size(tmp_path: Path) -> None:
     write_dataset(tmp_path)
     dataset = create_dataset(str(tmp_path), "detect").val
     metric = CocoAP(dataset, masks=True)
-    found = detections(dataset.scene(0), 0)
+    found = detections(dataset.sample(0), 0)
     metric.update(0, {**found, "masks": found["masks"][:, :100]})
     with pytest.raises(ValueError, match=r"image 0 is 260x200 px, but one of its masks 260x100"):
         metric.compute()

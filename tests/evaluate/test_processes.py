@@ -38,8 +38,8 @@ def test_two_processes_agree_with_one(segmenter_run: Path, detector_run: Path, t
     dataset = create_dataset(str(tmp_path), "detect").val
     whole, part = CocoAP(dataset, masks=True), CocoAP(dataset)
     for i in range(len(dataset)):
-        whole.update(i, detections(dataset.scene(i), i))
-    part.update(0, detections(dataset.scene(0), 0))
+        whole.update(i, detections(dataset.sample(i), i))
+    part.update(0, detections(dataset.sample(0), 0))
     assert first["objects"] == whole.compute()
     assert first["objects of rank 1"] == part.compute()
     assert "but one of its masks" in first["error"]

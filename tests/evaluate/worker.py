@@ -12,7 +12,7 @@ from tests.evaluate.test_segmentation import CLASSES, random_pair
 from tests.train.tiny import TINY, tiny_data
 from tokamix.cli import app
 from tokamix.data import AnnotatedImage, DatasetSplits, create_dataset
-from tokamix.data.shapes import Shapes, ShapeScenes
+from tokamix.data.shapes import AnnotatedShapes, Shapes
 from tokamix.evaluate import CocoAP, MeanIoU, evaluate
 from tokamix.models._registry import create_model
 
@@ -33,12 +33,12 @@ def detection(rank: int, world_size: int, folder: Path) -> dict:
     dataset = create_dataset(str(folder), "detect").val
     shared, single = CocoAP(dataset, masks=True), CocoAP(dataset)
     for i in range(rank, len(dataset), world_size):
-        shared.update(i, detections(dataset.scene(i), i))
+        shared.update(i, detections(dataset.sample(i), i))
     if rank == 1:
-        single.update(0, detections(dataset.scene(0), 0))
+        single.update(0, detections(dataset.sample(0), 0))
     results = {"objects": shared.compute(), "objects of rank 1": single.compute()}
     if rank == 1:
-        wrong = detections(dataset.scene(1), 1)
+        wrong = detections(dataset.sample(1), 1)
         shared.update(1, {**wrong, "masks": wrong["masks"][:, 1:]})
     try:
         shared.compute()
@@ -47,14 +47,14 @@ def detection(rank: int, world_size: int, folder: Path) -> dict:
     return results
 
 
-class CountingDataset(ShapeScenes):
+class CountingDataset(AnnotatedShapes):
     """Counts how many images are decoded for evaluation, which needs no masks."""
 
     decoded = 0
 
-    def scene(self, i: int, masks: bool = True) -> AnnotatedImage:
+    def sample(self, i: int, masks: bool = True) -> AnnotatedImage:
         self.decoded += not masks
-        return super().scene(i, masks)
+        return super().sample(i, masks)
 
 
 def evaluate_all(runs: dict[str, str]) -> dict:

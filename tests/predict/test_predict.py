@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     path.mkdir()
     samples = tiny_scenes("detect", train=4, val=0, side=64)
     for i, name in enumerate(NAMES[:4]):
-        Image.fromarray(samples.train.scene(i).image.permute(1, 2, 0).numpy()).save(path / name)
+        Image.fromarray(samples.train.sample(i).image.permute(1, 2, 0).numpy()).save(path / name)
     Image.new("RGB", (400, 1), (90, 120, 200)).save(path / "line.png")
     return path
 
@@ -84,7 +84,7 @@ def test_annotated_images_are_preprocessed_as_in_evaluation(segmenter_run: Path)
         predictor = Predictor(torch.nn.Linear(1, 1), config)
         (images, _), *_ = create_annotated_loader(data, config, batch_size=5).epoch(0)
         for i, expected in enumerate(images):
-            assert torch.allclose(predictor.preprocess(data.scene(i).image), expected, atol=1e-6)
+            assert torch.allclose(predictor.preprocess(data.sample(i).image), expected, atol=1e-6)
     config = config.replace(scale=(400, 40))
     column = torch.randint(256, (3, 800, 1), dtype=torch.uint8)
     narrow = Predictor(torch.nn.Linear(1, 1), config).preprocess(column)

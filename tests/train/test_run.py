@@ -24,7 +24,8 @@ from tokamix.train.loop.engine import Engine
 from tokamix.train.loop.optim import create_optimizer
 from tokamix.train.loop.state import whole_weights
 from tokamix.train.output.curves import draw_curves
-from tokamix.train.setup.model import build_model, inference_config, timm_config
+from tokamix.train.setup.accelerator import create_accelerator, release
+from tokamix.train.tasks.classify import Classify
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +39,19 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_folder(finished: Path) -> None:
     names = "README.md config.json curves.png environment.json last.safetensors metrics.csv metrics.jsonl"
     names += " model.safetensors recipe.yaml state tensorboard"
+    names += " confusion_matrix.csv confusion_matrix.png mistakes.png per_class.csv"
     assert sorted(p.name for p in finished.iterdir()) == sorted(names.split())
     rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     epochs = [row for row in rows if row["event"] == "epoch"]
-    assert len(epochs) == 12
+    assert [row["epoch"] for row in epochs] == list(range(1, 13))
     assert {"loss", "lr", "images_per_second", "update"} <= set(rows[0])
     table = list(csv.DictReader((finished / "metrics.csv").open()))
     assert [float(row["ema_top1"]) for row in table] == [row["ema_top1"] for row in epochs]
+    assert [int(row["epoch"]) for row in table] == list(range(1, 13))
+    with (finished / "per_class.csv").open() as file:
+        correct = sum(int(row["correct"]) for row in csv.DictReader(file))
+    best = max(max(row["top1"], row["ema_top1"]) for row in epochs)
+    assert 100 * correct / 37 == pytest.approx(best)  # of the best weights, not the last
     environment = json.loads((finished / "environment.json").read_text())
     assert environment["torch"] == torch.__version__.partition("+")[0]
     card = (finished / "README.md").read_text()
@@ -110,7 +117,9 @@ def test_fine_tuning(finished: Path, tmp_path: Path, finetune: dict) -> None:
 
 
 def test_starting_from_weights_is_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="starts from trained weights; give them with --checkpoint, or --pretrained"):
+    with pytest.raises(
+        ValueError, match="starts from trained weights; give them with --checkpoint, or use --pretrained"
+    ):
         run(tmp_path / "a", finetune=True)
 
 
@@ -118,15 +127,15 @@ def test_starting_from_weights_is_asked_for(tmp_path: Path) -> None:
     "name", ["test_vit", "test_resnet", "test_efficientnet", "amixer_tiny", "xcit_nano_12_p16_sima"]
 )
 def test_any_model_comes_back(tmp_path: Path, name: str) -> None:
-    """Models that are made for one size and models that are not: timm makes them again as they were."""
-    model, arguments = build_model(name, TINY.replace(model_kwargs={}, image_size=64), num_classes=3, channels=1)
-    config = inference_config(model, TINY.replace(image_size=64), 1, ("a", "b", "c"))
-    (tmp_path / "config.json").write_text(json.dumps(timm_config(model, arguments, config)))
+    """Models with and without a fixed image size: timm creates them again as they were."""
+    task = Classify(TINY.replace(model_kwargs={"in_chans": 1}, image_size=64), tiny_data(classes=3, channels=1))
+    model = task.create_model(name, None, pretrained=False)
+    (tmp_path / "config.json").write_text(json.dumps(task.config()))
     write_tensors(tmp_path / "model.safetensors", whole_weights(model))
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     image = torch.randn(1, 1, 64, 64)
     assert torch.equal(again(image), model.eval()(image))
-    assert ("img_size" in arguments) == (name in ("test_vit", "amixer_tiny"))
+    assert ("img_size" in task.arguments) == (name in ("test_vit", "amixer_tiny"))
 
 
 def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,21 +150,37 @@ def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert calls[-1] == ("finish",)
 
 
-def test_a_module_of_ones_own(tmp_path: Path) -> None:
+def test_own_module(tmp_path: Path) -> None:
     model = timm.create_model("test_resnet", num_classes=4)
-    for name, precision in (("b", "bf16"), ("a", "fp32")):
-        result = run(tmp_path / name, network=model, model_kwargs={}, image_size=16, epochs=2, precision=precision)
-        assert "forward" not in model.__dict__  # as it was
-        assert model(torch.zeros(2, 3, 16, 16)).dtype == torch.float32
+    result = run(tmp_path / "a", network=model, model_kwargs={}, image_size=16, epochs=2)
     loaded = result.load()
     saved = load_file(tmp_path / "a" / "model.safetensors")
     assert all(torch.equal(tensor, saved[name]) for name, tensor in loaded.state_dict().items())
 
 
+def test_precision_on_a_cpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A recipe's precision is for GPUs; bf16 on a CPU must be requested, and warns once."""
+    run(tmp_path / "a", precision="bf16", epochs=2)
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["precision"] == "fp32"
+    assert not caplog.records
+    accelerator = create_accelerator(TINY, "cpu", precision="bf16")
+    assert [record.message.partition(";")[0] for record in caplog.records] == [
+        "bf16 on a CPU can give NaN with convolutions in PyTorch 2.15"
+    ]
+    assert create_accelerator(TINY, "cpu", precision="fp32").mixed_precision == "no"
+    model = torch.nn.Linear(2, 2)
+    accelerator = create_accelerator(TINY, "cpu", precision="bf16")
+    accelerator.prepare(model)
+    assert model(torch.zeros(1, 2)).dtype == torch.float32  # Accelerate converts outputs back
+    assert "forward" in model.__dict__
+    release(model)
+    assert "forward" not in model.__dict__
+
+
 def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"somebody's")
     for resume in (True, False):
-        with pytest.raises(ValueError, match="holds a model that is not of a run of ours; use another --output"):
+        with pytest.raises(ValueError, match="holds a model that is not of a tokamix run; use another --output"):
             run(tmp_path, resume=resume)
     assert (tmp_path / "model.safetensors").read_bytes() == b"somebody's"
 
@@ -172,18 +197,18 @@ def test_five_lines(tmp_path: Path) -> None:
 def test_what_cannot_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="names no model; give one with --model"):
         train(None, tiny_data(), "small", tmp_path, device="cpu", overrides={"model": None})
-    with pytest.raises(ValueError, match="80 training pictures do not fill one batch of 128"):
+    with pytest.raises(ValueError, match="80 training images do not fill one batch of 128"):
         run(tmp_path / "a", batch_size=128)
-    with pytest.raises(ValueError, match="vgg11 takes no argument 'drop_path_rate'; change the recipe"):
+    with pytest.raises(ValueError, match="vgg11 has no argument 'drop_path_rate'; change the recipe"):
         run(tmp_path / "a", network="vgg11", model_kwargs={}, drop_path=0.1)
-    with pytest.raises(ValueError, match="the model tells 7 classes apart, but the data has 4"):
+    with pytest.raises(ValueError, match="the model has 7 classes, but the data has 4"):
         run(tmp_path / "a", network=timm.create_model("test_resnet", num_classes=7))
-    with pytest.raises(ValueError, match="overrides go with the name of a recipe"):
+    with pytest.raises(ValueError, match="overrides need the name of a recipe"):
         run(tmp_path / "a", overrides=["lr=1"])
     with pytest.raises(ValueError, match="device is 'tpu', but must be cpu, cuda or mps"):
         run(tmp_path / "a", device="tpu")
     with pytest.raises(ValueError, match="fp16 needs a GPU"):
-        run(tmp_path / "a", precision="fp16")
+        train(None, tiny_data(), "digits", tmp_path / "a", device="cpu", overrides={"precision": "fp16"})
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="Weights & Biases is not installed"):
         run(tmp_path / "a", wandb="project")

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from tokamix.data.annotated.datasets import DatasetSplits
-from tokamix.data.shapes import Shapes, ShapeScenes
+from tokamix.data.shapes import AnnotatedShapes, Shapes
+from tokamix.data.splits import DatasetSplits
 from tokamix.recipes import DetectRecipe, Recipe, SegmentRecipe
 from tokamix.train import RunResult, train
 
@@ -34,7 +34,7 @@ RECIPES: dict[str, Recipe] = {"segment": SEGMENT, "detect": DETECT}
 def tiny_scenes(task: str, train: int = 10, val: int = 5, side: int = 32) -> DatasetSplits:
     """A few scenes; the first validation scenes are the training's where `val` is 0."""
     counts = {"a": train, "b": val} if val else {"a": train}
-    parts = [ShapeScenes(Shapes(count, side, part=part, large=2), task) for part, count in counts.items()]
+    parts = [AnnotatedShapes(Shapes(count, side, part=part, large=2), task) for part, count in counts.items()]
     return DatasetSplits("tiny scenes", parts[0], parts[-1], parts[0].classes, task)
 
 

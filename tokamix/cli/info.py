@@ -89,7 +89,7 @@ def _kernels(reason: str | None, forced: str | None) -> str:
 
 def _data_folder() -> str:
     """The folder of downloaded data sets, and whether it can be used."""
-    from tokamix.data.images.sources import data_folder
+    from tokamix.data.images.torchvision import data_folder
 
     folder = data_folder()
     source = "TOKAMIX_DATA" if os.environ.get("TOKAMIX_DATA") else "default; set TOKAMIX_DATA to change it"
@@ -116,7 +116,7 @@ def _check_data(source: str, task: Literal["classify", "segment", "detect"]) -> 
         print(f"  {name}: {len(split):,} images{present}; {len(indices):,} of them decoded")
         for i in indices:
             try:
-                split[i] if labels is not None else split.scene(i)
+                split[i] if labels is not None else split.sample(i)
             except ValueError as error:  # decoding errors name the file
                 problem = problem or str(error)
                 break

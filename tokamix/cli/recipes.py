@@ -7,14 +7,14 @@ from rich.table import Table
 
 from tokamix.cli._shared import console, plain_errors
 
-WIDE = 120  # characters of a terminal in which there is room for everything
+WIDE = 120  # columns of a terminal that fit the whole table
 
 
 def recipes(
-    name: Annotated[str, typer.Argument(help="show all values of this one")] = "",
-    model: Annotated[str | None, typer.Option(help="the model whose row to show, of a recipe for several")] = None,
+    name: Annotated[str, typer.Argument(help="Print all values of this recipe.")] = "",
+    model: Annotated[str | None, typer.Option(help="The row of this model, if the recipe has several.")] = None,
 ) -> None:
-    """List the recipes with what they were taken from, or show one as the file that would hold it."""
+    """List the recipes with their sources, or print one as a YAML file."""
     with plain_errors():
         from tokamix.recipes import list_recipes, load_recipe, recipe_rows
         from tokamix.recipes.tables import duration, printed
@@ -22,26 +22,26 @@ def recipes(
         if name:
             print(load_recipe(name, model=model).to_yaml(), end="")
             return
-        caption = "top-1, mIoU, box and mask AP as the paper prints them; `tokamix recipes NAME` shows every value"
+        caption = "printed: top-1, mIoU, box and mask AP in the paper; `tokamix recipes NAME` prints every value"
         table = Table(box=None, header_style="bold", caption=caption, caption_justify="left")
         rows = [
             {
-                "recipe": each.name,
-                "model": each.model or "any",
-                "length": duration(each),
-                "printed": printed(each),
-                "px": str(each.image_size if each.task == "classify" else (each.scale or ("",))[-1]),
-                "source": each.source,
+                "recipe": row.name,
+                "model": row.model or "any",
+                "length": duration(row),
+                "printed": printed(row),
+                "px": str(row.image_size if row.task == "classify" else (row.scale or ("",))[-1]),
+                "source": row.source,
             }
-            for known in list_recipes()
-            for each in recipe_rows(known)
+            for recipe in list_recipes()
+            for row in recipe_rows(recipe)
         ]
-        shown = list(rows[0]) if console.width >= WIDE else ["recipe", "source"]
-        for title in shown:
-            named = title in ("recipe", "model", "length")  # whole, whatever becomes of the others
-            widest = max(len(row[title]) for row in rows) if named else None
+        columns = list(rows[0]) if console.width >= WIDE else ["recipe", "source"]
+        for title in columns:
+            whole = title in ("recipe", "model", "length")  # never shortened
+            widest = max(len(row[title]) for row in rows) if whole else None
             justify: Literal["left", "right"] = "right" if title in ("length", "px") else "left"
-            table.add_column(title, justify=justify, min_width=widest, no_wrap=named)
-        for cells in dict.fromkeys(tuple(row[title] for title in shown) for row in rows):
+            table.add_column(title, justify=justify, min_width=widest, no_wrap=whole)
+        for cells in dict.fromkeys(tuple(row[title] for title in columns) for row in rows):
             table.add_row(*cells)
         console.print(table)

@@ -13,39 +13,57 @@ def train(
     data: Annotated[
         str,
         typer.Option(
-            help="a folder, .npz files, digits, shapes, CIFAR100, hf:user/name, wds:...tar; to segment or detect:"
-            " shapes, or a folder with masks or COCO's annotations"
+            help="A folder, .npz files, digits, shapes, CIFAR100, hf:user/name or wds:...tar; for segment and detect:"
+            " shapes, or a folder with masks or COCO annotations."
         ),
     ],
     model: Annotated[
-        str | None, typer.Option(help="a model of `tokamix models` or timm; default: the recipe's")
+        str | None, typer.Option(help="A model of `tokamix models` or timm. Default: the recipe's.")
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option(help="a name of `tokamix recipes`, or a YAML file; default: small for the task")
+        str | None,
+        typer.Option(help="A name of `tokamix recipes`, or a YAML file. Default: small, by the task."),
     ] = None,
     task: Annotated[
-        Literal["classify", "segment", "detect"] | None, typer.Option(help="what is learned; default: the recipe's")
+        Literal["classify", "segment", "detect"] | None, typer.Option(help="Default: the recipe's.")
     ] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value replaces a value of the recipe")] = None,
-    output: Annotated[Path, typer.Option(help="the run's folder")] = Path("runs/last"),
+    epochs: Annotated[int | None, typer.Option(help="Epochs; the schedule scales with them.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate after warm-up.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Images per optimizer step, over all processes.")] = None,
+    image_size: Annotated[int | None, typer.Option(help="Side of a classifier's images in pixels.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value replaces a value of the recipe; repeatable.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="The run's folder. Default: the next of runs/train, runs/train-2, ...")
+    ] = None,
+    resume: Annotated[Path | None, typer.Option(help="The folder of an unfinished run to resume.")] = None,
+    no_resume: Annotated[bool, typer.Option("--no-resume", help="Start over instead of resuming a run.")] = False,
     checkpoint: Annotated[
         str | None,
-        typer.Option(help="weights to start from, of any classes, channels and size: a file, a run, hf-hub:user/name"),
+        typer.Option(
+            help="Weights to start from, also of different classes, channels or image size: a file, a run or"
+            " hf-hub:user/name."
+        ),
     ] = None,
-    pretrained: Annotated[bool, typer.Option("--pretrained", help="start from timm's pretrained weights")] = False,
-    resume: Annotated[bool, typer.Option(help="go on with the run in the folder, or start over")] = True,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one")] = None,
-    workers: Annotated[int, typer.Option(help="processes that decode images")] = min(8, os.cpu_count() or 1),
-    corrupt: Annotated[Literal["raise", "skip"], typer.Option(help="what to do with undecodable pictures")] = "raise",
-    save_every: Annotated[int | None, typer.Option(help="steps between saved states; default: by the clock")] = None,
-    log_every: Annotated[int, typer.Option(help="steps between lines of metrics.jsonl")] = 50,
-    skip_nan: Annotated[int, typer.Option(help="leave out so many steps whose loss is not finite")] = 0,
-    fsdp: Annotated[bool, typer.Option("--fsdp", help="shard the model over the processes (FSDP2)")] = False,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="the same bits on a GPU too; slower")] = False,
-    wandb: Annotated[str | None, typer.Option(help="a project of Weights & Biases to report to")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="print nothing but errors")] = False,
+    pretrained: Annotated[bool, typer.Option("--pretrained", help="Start from timm's pretrained weights.")] = False,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
+    workers: Annotated[int, typer.Option(help="Processes that decode images.")] = min(8, os.cpu_count() or 1),
+    corrupt: Annotated[
+        Literal["raise", "skip"], typer.Option(help="For images that cannot be decoded: stop, or skip them.")
+    ] = "raise",
+    save_every: Annotated[int | None, typer.Option(help="Steps between saved states. Default: by the clock.")] = None,
+    log_every: Annotated[int, typer.Option(help="Steps between lines of metrics.jsonl.")] = 50,
+    skip_nan: Annotated[int, typer.Option(help="Skip up to this many steps whose loss is not finite.")] = 0,
+    fsdp: Annotated[bool, typer.Option("--fsdp", help="Shard the model over the processes (FSDP2).")] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Bitwise reproducible on a GPU too; slower.")
+    ] = False,
+    wandb: Annotated[str | None, typer.Option(help="A project of Weights & Biases to log to.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
 ) -> None:
-    """Train a model; the same command goes on after a stop.
+    """Train a model. If the run is stopped, the same command resumes it.
 
     On many GPUs: torchrun --nproc-per-node 8 -m tokamix train ...
     """
@@ -54,16 +72,19 @@ def train(
 
         from tokamix.train import train as run
 
+        shortcuts = {"epochs": epochs, "lr": lr, "batch_size": batch_size, "image_size": image_size, "seed": seed}
+        if resume is not None and no_resume:
+            raise ValueError("--resume and --no-resume contradict each other; use one of them")
         result = run(
             model,
             data,
             recipe,
             output,
             task=task,
-            overrides=set_ or (),
+            overrides=[*(set_ or ()), *(f"{key}={value}" for key, value in shortcuts.items() if value is not None)],
             checkpoint=checkpoint,
             pretrained=pretrained,
-            resume=resume,
+            resume=resume or not no_resume,
             device=device,
             workers=workers,
             corrupt=corrupt,
@@ -78,5 +99,5 @@ def train(
         if dist.is_initialized():
             dist.destroy_process_group()
         if not quiet and os.environ.get("RANK", "0") == "0":
-            words = f"best {METRICS[result.metric]} {result.score:.2f} % in epoch {result.best['epoch'] + 1}"
-            console.print(f"{words}; everything is in {output}")
+            best = f"best {METRICS[result.metric]} {result.score:.2f} % in epoch {result.best['epoch']}"
+            console.print(f"{best}; the run is in {result.folder}", highlight=False, soft_wrap=True)

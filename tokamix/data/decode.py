@@ -1,4 +1,4 @@
-"""From the bytes of a picture to RGB, or to one sentence that names the file."""
+"""Decoding of images to RGB, with errors that name the file."""
 
 import io
 import os
@@ -9,9 +9,10 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-MAGIC = {b"\xff\xd8": ("JPEG",), b"\x89PNG": ("PNG",), b"RIFF": ("WEBP",)}  # spares trying one format after the other
-ORIENTATION = 0x0112  # EXIF's tag, and what undoes each of its values
-TURNS = {
+# first bytes -> formats, so that Pillow does not try one format after the other
+MAGIC = {b"\xff\xd8": ("JPEG",), b"\x89PNG": ("PNG",), b"RIFF": ("WEBP",)}
+ORIENTATION = 0x0112  # EXIF tag
+TRANSPOSES = {  # value of the tag -> operation that undoes it
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -25,79 +26,88 @@ Size = tuple[int, int]
 
 
 class DataError(ValueError):
-    """Something in a data set cannot be used; the message names it."""
+    """A file or entry of a data set is missing, corrupt or inconsistent; the message names it."""
 
 
-def decode(source: Path | bytes, name: str = "", at_least: int | None = None, turn: Size | bool = False) -> Image.Image:
-    """Decode a picture to 8-bit RGB.
+def decode_image(
+    source: Path | bytes, name: str = "", min_size: int | None = None, orient: Size | bool = False
+) -> Image.Image:
+    """Decode an image to 8-bit RGB.
 
-    The content decides, not the name: a JPEG called .png is read. CMYK, palette, grey and bilevel pictures are
-    converted; 16 bits are scaled to 8; transparent parts become white; of an animation the first frame is taken.
-    Corrupt, truncated and empty files, floating-point pixels, and pictures above Pillow's limit for decompression
-    bombs (179 million pixels) raise a DataError.
+    The format is detected from the content, not from the name: a JPEG called .png is read. CMYK, palette, grey and
+    bilevel images are converted; 16 bits are scaled to 8; transparent parts become white; of an animation the first
+    frame is used. Corrupt, truncated and empty files, floating-point pixels, and images above Pillow's limit for
+    decompression bombs (179 million pixels) raise a DataError.
 
     Args:
         source: a file, or its content.
-        name: what to call it in errors; the file's path by default.
-        at_least: a JPEG may be decoded at half, a quarter or an eighth of its size while both sides stay this long.
-        turn: whether to turn it as its camera says, or the (height, width) that it shall have: then where that fits. By
-            default such tags are ignored, as timm and torchvision do.
+        name: for error messages; default: the file's path.
+        min_size: a JPEG may be decoded at half, a quarter or an eighth of its size if both sides stay this long.
+        orient: apply the EXIF orientation; a (height, width) applies it only if the image has that size afterwards. The
+            default ignores it, as timm and torchvision do.
     """
-    name = name or (str(source) if isinstance(source, Path) else "a picture")
+    name = name or (str(source) if isinstance(source, Path) else "an image")
     try:
         with _open(source) as image:
-            if at_least is not None:
-                image.draft(None, (at_least, at_least))
+            if min_size is not None:
+                image.draft(None, (min_size, min_size))
             image.load()
-            return _to_rgb(image if turn is False else upright(image, None if turn is True else turn))
+            if orient is False:
+                return _to_rgb(image)
+            return _to_rgb(apply_exif_orientation(image, None if orient is True else orient))
     except DataError as error:
         raise DataError(f"{name} {error}") from None
     except FileNotFoundError:
-        raise DataError(f"{name} does not exist any more") from None
+        raise DataError(f"{name} does not exist") from None
     except PermissionError:
-        raise DataError(f"{name} may not be read: permission denied") from None
+        raise DataError(f"{name} cannot be read: permission denied") from None
     except UnidentifiedImageError:
         size = len(source) if isinstance(source, bytes) else os.path.getsize(source)
-        raise DataError(f"{name} is {'empty (0 bytes)' if not size else 'not a picture, or corrupt'}") from None
+        raise DataError(f"{name} is {'empty (0 bytes)' if not size else 'not an image, or corrupt'}") from None
     except Image.DecompressionBombError as error:
         limit = "; shrink it, or set PIL.Image.MAX_IMAGE_PIXELS higher if you trust it"
         raise DataError(f"{name} is too large: {str(error).partition(',')[0]}{limit}") from None
     except Exception as error:  # decoders raise nearly anything on corrupt input
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{name} is corrupt or truncated: {reason}") from None
+        raise DataError(f"{name} is corrupt or truncated: {first_line(error)}") from None
 
 
-def scene_picture(path: Path, size: Size | None = None, teller: str = "") -> Tensor:
-    """A picture of a scene as (3, H, W) uint8, in the memory order it was decoded in, turned as its camera says.
+def read_oriented_image(path: Path, size: Size | None = None, expected_by: str = "") -> Tensor:
+    """Read an image with annotations as (3, H, W) uint8, with its EXIF orientation applied.
 
     Args:
         path: of the file.
-        size: (height, width) of what is known of it; where only the picture as it is stored has it, it is not turned,
-            and where neither way has it, a DataError is raised.
-        teller: who says so, with a verb.
+        size: (height, width) of its annotations; the orientation is not applied if only the stored image has this size,
+            and a DataError is raised if neither has it.
+        expected_by: subject and verb for that error, such as "its mask a.png is".
     """
-    image = decode(path, turn=size or True)
+    image = decode_image(path, orient=size or True)
     height, width = size or (image.height, image.width)
     if (image.width, image.height) != (width, height):
-        hint = "; one of both is rotated" if image.size == (height, width) else ""
-        raise DataError(f"{path} is {image.width}x{image.height} px, but {teller} {width}x{height}{hint}")
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        hint = "; one of the two is rotated" if image.size == (height, width) else ""
+        raise DataError(f"{path} is {image.width}x{image.height} px, but {expected_by} {width}x{height}{hint}")
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)  # channels stay last in memory
 
 
-def upright(image: Image.Image, size: Size | None = None) -> Image.Image:
-    """The image as its camera says; where a (height, width) is given, only if it has that size then."""
+def apply_exif_orientation(image: Image.Image, size: Size | None = None) -> Image.Image:
+    """Rotate or flip an image as its EXIF tag requires; with a `size` only if it has that (height, width) then."""
     try:
-        turn = TURNS.get(image.getexif().get(ORIENTATION, 1))
-    except Exception:  # a broken tag spoils no picture
-        turn = None
-    turned = image if turn is None else image.transpose(turn)
-    return turned if size in (None, (turned.height, turned.width)) else image
+        transpose = TRANSPOSES.get(image.getexif().get(ORIENTATION, 1))
+    except Exception:  # a broken tag is ignored
+        transpose = None
+    oriented = image if transpose is None else image.transpose(transpose)
+    return oriented if size in (None, (oriented.height, oriented.width)) else image
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _open(source: Path | bytes) -> Image.Image:
     if isinstance(source, Path):
         return Image.open(source)
-    return Image.open(io.BytesIO(source), formats=next((f for m, f in MAGIC.items() if source.startswith(m)), None))
+    formats = next((formats for magic, formats in MAGIC.items() if source.startswith(magic)), None)
+    return Image.open(io.BytesIO(source), formats=formats)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -1,4 +1,4 @@
-"""Randomness that depends on where something stands, never on what ran before it."""
+"""Random numbers that depend on seed, epoch and position alone, not on what ran before."""
 
 import hashlib
 import random
@@ -10,17 +10,17 @@ import torch
 
 
 def key(*parts: int | str) -> int:
-    """A seed for a place, such as (seed, epoch, step): the same on every machine, and unlike that of other places."""
+    """Hash such as (seed, epoch, step) to a seed: the same on every machine, different for different parts."""
     return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest(), "big")
 
 
 def generator(*parts: int | str) -> torch.Generator:
-    """A generator on the CPU for a place; what it draws does not depend on the device that the numbers are used on."""
+    """Create a generator seeded with `key`; it draws on the CPU, so that numbers do not depend on the device."""
     return torch.Generator().manual_seed(key(*parts))
 
 
 def seed_everything(*parts: int | str) -> None:
-    """Seed Python, NumPy and torch's CPU generator for a place; timm's and torchvision's transforms use all three."""
+    """Seed Python, NumPy and torch's CPU generator with `key`; timm's and torchvision's transforms use all three."""
     value = key(*parts)
     random.seed(value)
     np.random.seed(value)
@@ -29,7 +29,7 @@ def seed_everything(*parts: int | str) -> None:
 
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """Give the three generators back as they were: the training loop's own dropout must not notice the data."""
+    """Restore the three generators at the end, so that loading data does not change the training loop's dropout."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Generated scenes with everything that a task may ask for: class, boxes and masks. No file is needed."""
+"""Generated images of shapes with class, boxes and masks; no files are needed."""
 
 import math
 from functools import cached_property
@@ -8,101 +8,102 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokamix.data.annotated.datasets import AnnotatedDataset, AnnotatedImage, classes_of_pixels
+from tokamix.data.annotated.datasets import AnnotatedDataset, AnnotatedImage, semantic_mask
 from tokamix.data.decode import DataError
 from tokamix.data.images.datasets import ImageDataset
 from tokamix.data.rng import key
 
 CLASSES = ("circle", "square", "triangle", "cross", "ring", "star", "crescent", "bar")
-SMALL = 2  # at most so many small things besides the large one
-SCENES = {"train": 512, "val": 128}
-SCENE_LARGE = 3  # large things of a scene to detect or segment, at most
-TRIES = 20  # to find a place for a further large thing
+MAX_SMALL = 2  # small shapes beside the large one
+COUNTS = {"train": 512, "val": 128}  # images for detection and segmentation ...
+MAX_LARGE = 3  # ... and their large shapes
+TRIES = 20  # to place one more large shape
 
 
 class Shapes(ImageDataset):
-    """Flat shapes, turned and coloured at random, over a shaded and noisy ground; one is large, the others distract.
+    """Flat shapes, rotated and coloured at random, over a shaded and noisy background.
 
-    AnnotatedImage i is a function of (seed, part, i) alone.
+    The label is the class of the large shape in front; small shapes distract. Image i is a function of (seed, part, i)
+    alone.
 
     Args:
-        count: scenes.
+        count: number of images.
         side: of the images in pixels.
-        seed: of everything.
-        part: of the data set; parts have nothing in common.
-        large: at most so many large things, side by side; further ones change nothing else of a scene.
+        seed: of all images.
+        part: name of the split; splits have no images in common.
+        large: largest number of large shapes, side by side; further ones change nothing else of an image.
     """
 
     def __init__(self, count: int, side: int = 64, seed: int = 0, part: str = "train", large: int = 1) -> None:
         self.side, self.seed, self.part, self.large = side, seed, part, large
-        # every class comes equally often, and the class of a scene is known without drawing it
+        # classes are balanced, and labels are known without drawing
         shuffled = np.random.default_rng(key("shapes", seed, part)).permutation(count)
         super().__init__(shuffled % len(CLASSES), CLASSES)
 
-    def scene(self, i: int) -> AnnotatedImage:
-        """Scene i with its boxes and masks."""
-        draw = np.random.default_rng(key("shapes", self.seed, self.part, i))
+    def sample(self, i: int) -> AnnotatedImage:
+        """Draw image i with its boxes and masks."""
+        rng = np.random.default_rng(key("shapes", self.seed, self.part, i))
         label, side = int(self.labels[i]), self.side
         x, y = np.meshgrid(*[(np.arange(side) + 0.5) / side] * 2)
-        slope = draw.uniform(-60, 60, (3, 2))
-        ground = draw.uniform(40, 215, 3)
-        image = ground[:, None, None] + slope[:, :1, None] * (x - 0.5) + slope[:, 1:, None] * (y - 0.5)
-        kinds = [(int(draw.integers(len(CLASSES))), draw.uniform(0.06, 0.1)) for _ in range(draw.integers(SMALL + 1))]
-        kinds.append((label, draw.uniform(0.2, 0.32)))
-        things = [_placed(kind, radius, ground, draw) for kind, radius in kinds]
-        things[-1:] = [*self._further(i, things[-1], ground), things[-1]]  # the last one is in front, never hidden
+        slope = rng.uniform(-60, 60, (3, 2))
+        background = rng.uniform(40, 215, 3)
+        image = background[:, None, None] + slope[:, :1, None] * (x - 0.5) + slope[:, 1:, None] * (y - 0.5)
+        kinds = [(int(rng.integers(len(CLASSES))), rng.uniform(0.06, 0.1)) for _ in range(rng.integers(MAX_SMALL + 1))]
+        kinds.append((label, rng.uniform(0.2, 0.32)))
+        shapes = [_place(kind, radius, background, rng) for kind, radius in kinds]
+        shapes[-1:] = [*self._more_large(i, shapes[-1], background), shapes[-1]]  # the last is in front, never hidden
         owner = np.full((side, side), -1)
-        for n, thing in enumerate(things):
-            (left, top), angle, radius = thing["centre"], thing["angle"], thing["radius"]
+        for n, shape in enumerate(shapes):
+            (left, top), angle, radius = shape["centre"], shape["angle"], shape["radius"]
             u = ((x - left) * math.cos(angle) + (y - top) * math.sin(angle)) / radius
             v = ((y - top) * math.cos(angle) - (x - left) * math.sin(angle)) / radius
-            inside = _inside(CLASSES[thing["kind"]], u, v)
+            inside = _inside(CLASSES[shape["kind"]], u, v)
             owner[inside] = n
-            image[:, inside] = thing["colour"][:, None]
-        image += draw.normal(0, 8, image.shape)
-        masks = owner == np.arange(len(things))[:, None, None]
-        seen = masks.any((1, 2))  # something small may lie behind the large one
-        masks = masks[seen]
-        scene = AnnotatedImage(
+            image[:, inside] = shape["colour"][:, None]
+        image += rng.normal(0, 8, image.shape)
+        masks = owner == np.arange(len(shapes))[:, None, None]
+        visible = masks.any((1, 2))  # a small shape may be hidden
+        masks = masks[visible]
+        sample = AnnotatedImage(
             image=torch.from_numpy(image.clip(0, 255).round().astype(np.uint8)),
             boxes=torch.tensor([_box(mask) for mask in masks], dtype=torch.float32),
-            labels=torch.tensor([thing["kind"] for thing in things])[torch.from_numpy(seen)],
+            labels=torch.tensor([shape["kind"] for shape in shapes])[torch.from_numpy(visible)],
             masks=torch.from_numpy(masks),
             crowd=torch.zeros(len(masks), dtype=torch.bool),
             segmentation=None,
             image_id=i,
-            name=f"scene {i}",
+            name=self.name_of(i),
         )
-        scene.segmentation = classes_of_pixels(scene)
-        return scene
+        sample.segmentation = semantic_mask(sample)
+        return sample
 
-    def _further(self, i: int, first: dict[str, Any], ground: np.ndarray) -> list[dict[str, Any]]:
-        """More large things, where there is room for them."""
-        draw = np.random.default_rng(key("shapes", self.seed, self.part, i, "further"))
-        things = [first]
-        for _ in range(draw.integers(self.large)):
+    def _more_large(self, i: int, first: dict[str, Any], background: np.ndarray) -> list[dict[str, Any]]:
+        """Further large shapes, where there is room for them."""
+        rng = np.random.default_rng(key("shapes", self.seed, self.part, i, "further"))
+        shapes = [first]
+        for _ in range(rng.integers(self.large)):
             for _ in range(TRIES):
-                thing = _placed(int(draw.integers(len(CLASSES))), draw.uniform(0.12, 0.24), ground, draw)
-                if all(math.dist(t["centre"], thing["centre"]) > t["radius"] + thing["radius"] for t in things):
-                    things.append(thing)
+                shape = _place(int(rng.integers(len(CLASSES))), rng.uniform(0.12, 0.24), background, rng)
+                if all(math.dist(s["centre"], shape["centre"]) > s["radius"] + shape["radius"] for s in shapes):
+                    shapes.append(shape)
                     break
-        return things[1:]
+        return shapes[1:]
 
-    def picture(self, i: int, at_least: int | None = None) -> Tensor:
-        """The image of scene i."""
-        return self.scene(i).image
+    def image(self, i: int, min_size: int | None = None) -> Tensor:
+        """Draw image i."""
+        return self.sample(i).image
 
     def arrays(self) -> tuple[Tensor, Tensor]:
-        """All images; drawn once."""
+        """All images, drawn once."""
         return self._images, self.labels
 
     @cached_property
     def _images(self) -> Tensor:
-        return torch.stack([self.picture(i) for i in range(len(self))])
+        return torch.stack([self.image(i) for i in range(len(self))])
 
 
-class ShapeScenes(AnnotatedDataset):
-    """Shapes for a dense task: the classes of things, or background and those; drawn once."""
+class AnnotatedShapes(AnnotatedDataset):
+    """Shapes for segmentation or detection, drawn once."""
 
     def __init__(self, shapes: Shapes, task: str) -> None:
         self.shapes = shapes
@@ -113,39 +114,39 @@ class ShapeScenes(AnnotatedDataset):
     def __len__(self) -> int:
         return len(self.shapes)
 
-    def scene(self, i: int, masks: bool = True) -> AnnotatedImage:
-        """Scene i."""
+    def sample(self, i: int, masks: bool = True) -> AnnotatedImage:
+        """Sample i; its masks are always included."""
         if i not in self.drawn:
-            self.drawn[i] = self.shapes.scene(i)
+            self.drawn[i] = self.shapes.sample(i)
         return self.drawn[i]
 
     def name_of(self, i: int) -> str:
-        """Its number."""
-        return f"scene {i}"
+        """Number of the image."""
+        return self.shapes.name_of(i)
 
 
 def open_shapes(size: str, task: str, seed: int) -> tuple[AnnotatedDataset, AnnotatedDataset]:
-    """Scenes for training and for validation, of the size that stands in a source's name."""
+    """Open the splits of `shapes:SIZE` for segmentation or detection."""
     side = check_side(size, default=128)
-    train, val = (Shapes(count, side, seed, f"{part} scenes", SCENE_LARGE) for part, count in SCENES.items())
-    return ShapeScenes(train, task), ShapeScenes(val, task)
+    train, val = (Shapes(count, side, seed, f"{part} scenes", MAX_LARGE) for part, count in COUNTS.items())
+    return AnnotatedShapes(train, task), AnnotatedShapes(val, task)
 
 
 def check_side(size: str, default: int) -> int:
-    """The side in pixels that stands in a source's name."""
+    """The side in pixels of `shapes:SIZE`."""
     side = int(size) if size.isdigit() else 0 if size else default
     if side < 16:
-        raise DataError(f"shapes:{size} is no size; write shapes:{default}, with at least 16 px")
+        raise DataError(f"shapes:{size} has no valid size; use a side of at least 16 px, such as shapes:{default}")
     return side
 
 
-def _placed(kind: int, radius: float, ground: np.ndarray, draw: np.random.Generator) -> dict[str, Any]:
-    """A thing somewhere in the scene, turned somehow, in a colour unlike the ground's."""
-    thing: dict[str, Any] = {"kind": kind, "radius": radius}
-    thing["centre"] = draw.uniform(radius, 1 - radius, 2)
-    thing["angle"] = draw.uniform(0, 2 * math.pi)
-    thing["colour"] = ground + np.where(ground > 127, -1, 1) * draw.uniform(60, 120, 3) * draw.permutation([1, 1, 0.3])
-    return thing
+def _place(kind: int, radius: float, background: np.ndarray, rng: np.random.Generator) -> dict[str, Any]:
+    """A shape at a random position and angle, in a colour unlike the background."""
+    shape: dict[str, Any] = {"kind": kind, "radius": radius}
+    shape["centre"] = rng.uniform(radius, 1 - radius, 2)
+    shape["angle"] = rng.uniform(0, 2 * math.pi)
+    contrast = np.where(background > 127, -1, 1) * rng.uniform(60, 120, 3) * rng.permutation([1, 1, 0.3])
+    return shape | {"colour": background + contrast}
 
 
 def _box(mask: np.ndarray) -> list[int]:
@@ -154,7 +155,7 @@ def _box(mask: np.ndarray) -> list[int]:
 
 
 def _inside(kind: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Which points belong to a shape of radius 1 around the origin."""
+    """Which points are inside a shape of radius 1 around the origin."""
     r = np.hypot(u, v)
     match kind:
         case "circle":

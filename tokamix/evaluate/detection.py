@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokamix.data.annotated.coco import mask_tools
 from tokamix.data.annotated.datasets import AnnotatedDataset
+from tokamix.data.annotated.rle import compress_masks
 from tokamix.data.decode import DataError
 from tokamix.evaluate.batches import group_by_size
 from tokamix.inference import evaluation_mode
@@ -32,9 +32,9 @@ class JoinedAnnotations:
         self.classes, self.category_ids = parts[0].classes, parts[0].category_ids
         self.has_masks = all(part.has_masks for part in parts)
 
-    def has_things(self) -> bool:
+    def has_objects(self) -> bool:
         """Whether any split has an annotation that counts."""
-        return any(part.has_things() for part in self.parts)
+        return any(part.has_objects() for part in self.parts)
 
     def image_id(self, i: int) -> int:
         """The id of image i, counted over all splits."""
@@ -69,7 +69,7 @@ def measure_ap(model: Any, loader: Any, dataset: AnnotatedDataset | JoinedAnnota
 def check_detection(dataset: AnnotatedDataset | JoinedAnnotations, masks: bool) -> None:
     """Raise if the AP of boxes, or of masks, cannot be computed for a data set; reads no images."""
     _import_tools()
-    if not dataset.has_things():
+    if not dataset.has_objects():
         raise DataError("there is nothing to detect: no image of the validation set has an annotation that counts")
     if masks and not dataset.has_masks:
         raise DataError(
@@ -116,7 +116,7 @@ class CocoAP:
         if self.masks:
             if "masks" not in detections:
                 raise ValueError("mask AP was requested, but the detections have no masks")
-            masks = encode(detections["masks"])
+            masks = compress_masks(detections["masks"])
         self.detections[index] = _Detections(boxes, labels, scores, masks)
 
     def compute(self) -> dict[str, float]:
@@ -188,14 +188,6 @@ def _load_results(coco_class: Any, ground_truth: Any, results: list[dict[str, An
     empty.dataset = {**ground_truth.dataset, "annotations": []}
     empty.createIndex()
     return empty
-
-
-def encode(masks: Tensor) -> list[dict[str, Any]]:
-    """Compress masks (n, H, W) to COCO's run lengths."""
-    if not len(masks):
-        return []
-    columns = masks.to(torch.uint8).transpose(1, 2).contiguous().cpu().numpy()  # pycocotools reads column by column
-    return mask_tools().encode(columns.transpose(2, 1, 0))
 
 
 def _import_tools() -> tuple[Any, Any]:

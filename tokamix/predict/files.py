@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tokamix.data.annotated.datasets import rle
+from tokamix.data.annotated.rle import encode_rle
 from tokamix.data.decode import EXTENSIONS, DataError
 from tokamix.files import write_atomically, write_json
 from tokamix.inference import InferenceConfig
@@ -176,7 +176,7 @@ def _coco_annotations(prediction: "Prediction") -> Iterator[dict[str, Any]]:
         box = [round(value, 2) for value in (left, top, right - left, bottom - top)]
         entry: dict[str, Any] = {"category_id": int(prediction.labels[n]), "bbox": box, "area": box[2] * box[3]}
         if prediction.masks is not None:
-            entry |= {"segmentation": rle(prediction.masks[n]), "area": int(prediction.masks[n].sum())}
+            entry |= {"segmentation": encode_rle(prediction.masks[n]), "area": int(prediction.masks[n].sum())}
         yield entry | {"iscrowd": 0, "score": round(float(prediction.scores[n]), 4)}
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from tokamix.data.annotated.transforms import eval_transform
-from tokamix.data.decode import DataError, decode, scene_picture, upright
+from tokamix.data.decode import DataError, apply_exif_orientation, decode_image, read_oriented_image
 from tokamix.data.images.transforms import convert_channels, create_eval_transform, resize_and_crop
 from tokamix.dense.sliding_window import predict_classes
 from tokamix.inference import (
@@ -188,7 +188,7 @@ def read_image(image: ImageLike, config: InferenceConfig) -> Tensor:
     """
     dense = config.task != "classify"
     if isinstance(image, Image.Image):
-        return pil_to_tensor((upright(image) if dense else image).convert("RGB"))
+        return pil_to_tensor((apply_exif_orientation(image) if dense else image).convert("RGB"))
     if isinstance(image, np.ndarray):
         if image.ndim not in (2, 3):
             raise ValueError(f"an array of an image is (H, W) or (H, W, channels), got {image.shape}")
@@ -205,7 +205,9 @@ def read_image(image: ImageLike, config: InferenceConfig) -> Tensor:
     path = Path(image)
     if not path.is_file():
         raise DataError(f"{path} does not exist")
-    return scene_picture(path) if dense else pil_to_tensor(decode(path, at_least=DECODE_FACTOR * config.image_size))
+    if dense:
+        return read_oriented_image(path)
+    return pil_to_tensor(decode_image(path, min_size=DECODE_FACTOR * config.image_size))
 
 
 def load_predictor(

@@ -1,4 +1,4 @@
-"""Training: one engine, tasks that plug into it, runs that nothing is lost of."""
+"""Crash-safe training runs."""
 
 from tokamix.train.run import RunResult, train
 

@@ -1,35 +1,42 @@
 """A training run from start to end."""
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
+from tokamix.data import DatasetSplits
 from tokamix.inference import load_model
-from tokamix.recipes import Recipe, load_recipe
+from tokamix.recipes import Recipe, load_overrides, load_recipe
 from tokamix.train.loop.engine import Engine, Options
 from tokamix.train.loop.state import read_state
 from tokamix.train.output.progress import Display
-from tokamix.train.output.run_folder import Row, RunFolder
+from tokamix.train.output.run_folder import Row, RunFolder, changed_settings, choose_run_folder
 from tokamix.train.output.trackers import Trackers
-from tokamix.train.setup.parallel import Accelerator, any_process, create_accelerator, distribute, release
-from tokamix.train.setup.plan import Data, make_plan
+from tokamix.train.setup.accelerator import (
+    Accelerator,
+    any_process,
+    broadcast_from_main,
+    create_accelerator,
+    distribute,
+    numerics,
+    release,
+)
+from tokamix.train.tasks.task import LoaderOptions, Task, create_task
 
 
 @dataclass
 class RunResult:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
-        folder: where everything lies.
-        best: the best evaluation: metrics, epoch, and whether it was the average of the weights.
-        epochs: a row of numbers for each epoch.
-        metric: what decides which is best: "top1", "miou", "mask_ap" or "box_ap".
+        folder: the run's folder.
+        best: the best evaluation: metrics, epoch (counted from 1), and whether it was the averaged weights.
+        epochs: one row of metrics per epoch.
+        metric: the metric that selects the best weights: "top1", "miou", "mask_ap" or "box_ap".
     """
 
     folder: Path
@@ -44,25 +51,25 @@ class RunResult:
 
     @property
     def top1(self) -> float:
-        """The best accuracy in percent, of a classifier."""
+        """The best accuracy of a classifier, in percent."""
         return self.best["top1"]
 
     def load(self) -> Any:
-        """The model with its best weights."""
+        """Load the model with its best weights."""
         return load_model(self.folder)[0]
 
 
 def train(
     model: str | nn.Module | None,
-    data: Data,
+    data: str | DatasetSplits,
     recipe: str | Recipe | None = None,
-    output: str | Path = "runs/last",
+    output: str | Path | None = None,
     *,
-    task: Literal["classify", "segment", "detect"] | None = None,
+    task: Literal["classify", "segment", "detect"] | Callable[[Any, str | DatasetSplits], Task] | None = None,
     overrides: Sequence[str] | Mapping[str, Any] = (),
     checkpoint: str | Path | None = None,
     pretrained: bool = False,
-    resume: bool = True,
+    resume: bool | str | Path = True,
     device: str | None = None,
     workers: int = 0,
     corrupt: Literal["raise", "skip"] = "raise",
@@ -74,128 +81,125 @@ def train(
     wandb: str | None = None,
     quiet: bool = False,
 ) -> RunResult:
-    """Train a model, evaluating each epoch; the same call goes on where an earlier one was stopped.
+    """Train a model and evaluate it after each epoch. If a run is killed, the same call resumes it.
 
     Args:
-        model: a name of tokamix or timm, a module, or None for the recipe's or the checkpoint's own; in dense tasks it
-            is the backbone's name.
-        data: a source as `tokamix.create_dataset` takes it, or `tokamix.create_dataset` in dense tasks; or an
-            opened one.
-        recipe: a name of `tokamix.recipes.list_recipes()`, a YAML file, or a recipe; default: `small`, `small_segment`
-            or `small_detect`, by the task.
-        output: the run's folder.
-        task: what is learned; default: what the recipe says.
+        model: a model name of tokamix or timm, a module, or None for the recipe's or the checkpoint's own; the name of
+            the backbone in segmentation and detection.
+        data: a source as in `tokamix.create_dataset`, or the result of it.
+        recipe: a name of `tokamix.list_recipes()`, a YAML file, or a recipe; default: `small`, `small_segment` or
+            `small_detect`.
+        output: the run's folder; default: the unfinished run with the same settings under runs/, else the next free
+            one of runs/train, runs/train-2, ...
+        task: default: the recipe's; or your own, a class or function that takes the recipe and the data, see `Task`.
         overrides: values that replace the recipe's, such as "lr=1e-3".
-        checkpoint: weights to start from: a file, a run's folder, or `hf-hub:user/name`. They may have been made for
-            other classes, channels and image sizes.
+        checkpoint: weights to start from: a file, a run's folder, or `hf-hub:user/name`. Their classes, channels and
+            image size may differ.
         pretrained: start from timm's pretrained weights.
-        resume: go on with the run in `output`; otherwise it is started over.
-        device: "cuda" or "cpu"; default: a GPU where there is one.
-        workers: processes that decode images, for sets that do not fit on the device.
-        corrupt: what to do with pictures that cannot be decoded: stop and name the first, or skip them.
+        resume: True resumes an unfinished run in the folder, False starts over; or the folder of the run to resume,
+            whose recipe is the default then.
+        device: "cuda" or "cpu"; default: a GPU if there is one.
+        workers: processes that decode images, for data that does not fit on the device.
+        corrupt: for images that cannot be decoded: stop and name the first ("raise"), or skip them ("skip").
         save_every: steps between saved states; default: by the clock, see `Options`.
-        log_every: steps between readings of the numbers.
-        skip_nan: how many steps with a loss that is not finite are left out before the run stops.
-        fsdp: shard weights and optimizer over the processes (FSDP2) instead of copying them to each (DDP).
-        deterministic: use slower GPU kernels that add in a fixed order, so that the same seed gives the same bits.
-        wandb: a project of Weights & Biases to report to as well.
+        log_every: steps between readings of the metrics.
+        skip_nan: number of steps with a non-finite loss that are skipped before the run stops.
+        fsdp: shard weights and optimizer over the processes (FSDP2) instead of replicating them (DDP).
+        deterministic: slower GPU kernels with a fixed order of summation, so that the same seed gives the same bits.
+        wandb: a project of Weights & Biases to log to as well.
         quiet: print nothing.
     """
-    if not isinstance(recipe, Recipe):
-        chosen = recipe or ("small" if task in (None, "classify") else f"small_{task}")
-        recipe = load_recipe(chosen, overrides, model=model if isinstance(model, str) else None)
-    elif overrides:
-        raise ValueError("overrides go with the name of a recipe; for a recipe itself use recipe.replace")
-    if task is not None and task != recipe.task:
-        raise ValueError(f"the recipe {recipe.name} is for the task {recipe.task}, not {task}; name another recipe")
+    if not isinstance(resume, bool):
+        output, recipe = _resumed_run(Path(resume), output, recipe)
+    recipe = _resolve_recipe(model, recipe, task if isinstance(task, str) else None, overrides)
     if fsdp and recipe.task != "classify":
-        raise ValueError(f"--fsdp cannot shard the parts of a model for {recipe.task}; leave it out")
-    accelerator = create_accelerator(recipe.precision, device)
+        raise ValueError(f"--fsdp supports classifiers only, not task {recipe.task}; leave it out")
+    accelerator = create_accelerator(recipe, device, precision=load_overrides(overrides).get("precision"))
     main = accelerator.is_main_process
-    plan = make_plan(model, data, recipe, checkpoint, pretrained)
-    recipe = plan.recipe
+    job = task(recipe, data) if callable(task) else create_task(recipe, data)
+    network = job.create_model(model, checkpoint, pretrained)
+    settings = {**recipe.to_dict(), "model": job.title(), "data": job.splits.name}
+    if output is None:
+        output = broadcast_from_main(choose_run_folder(settings, new=not resume) if main else None)
     folder = RunFolder(output)
-    settings = {**recipe.to_dict(), "model": plan.name, "data": plan.data}
-    state = _saved_state(folder, settings, resume, accelerator)
+    state = _load_state(folder, settings, accelerator) if resume else None
 
-    with _numerics(accelerator.device, deterministic, one_size=recipe.task == "classify"):
-        loaders, learned = plan.equip(accelerator, {"workers": workers, "corrupt": corrupt})
-        learned.prepare(plan.network)
-        whole = recipe.compile and recipe.task == "classify"  # of other models, the task compiles what it can
-        wrapped, core, optimizer = distribute(accelerator, plan.network, recipe.replace(compile=whole), fsdp)
+    with numerics(accelerator.device, deterministic, fixed_size=recipe.task == "classify"), ExitStack() as stack:
+        rank, world_size = accelerator.process_index, accelerator.num_processes
+        micro_batch = recipe.micro_batch(world_size)
+        loaders = job.create_loaders(LoaderOptions(micro_batch, rank, world_size, accelerator.device, workers, corrupt))
+        job.prepare(network, accelerator)
+        wrapped, core, optimizer = distribute(accelerator, network, recipe, fsdp)
+        stack.callback(release, core)
+        if recipe.compile:
+            graphs = accelerator.device.type == "cuda" and world_size == 1 and recipe.accumulate == 1
+            job.compile(core, graphs)
         options = Options(save_every, log_every, skip_nan)
-        engine = Engine(learned, wrapped, core, optimizer, loaders, recipe, folder, accelerator, options, settings)
+        engine = Engine(job, wrapped, core, optimizer, loaders, recipe, folder, accelerator, options, settings)
         if state is not None:
             engine.restore(*state)
         if main:
             if state is None:
-                folder.forget()
+                folder.clear()
             if not engine.finished:
-                config = plan.config | {"precision": accelerator.mixed_precision.replace("no", "fp32")}
-                folder.begin(recipe.to_yaml(), config, accelerator.num_processes, accelerator.device)
-            folder.rewind(engine.epoch, engine.update)
-        title = f"{plan.name} on {plan.data}"
-        silent = quiet or not main
-        with ExitStack() as stack:
-            stack.callback(release, core)
-            trackers = None
-            if main and not engine.finished:
-                trackers = stack.enter_context(closing(Trackers(folder.path, engine.update, settings, wandb)))
-            engine.fit(
-                Display(title, recipe.evaluations, engine.steps, engine.update, learned.shown, silent),
-                trackers,
-                lambda best: folder.present(plan.config, recipe.to_dict(), plan.data, best, learned.shown),
-            )
+                config = job.config() | {"precision": accelerator.mixed_precision.replace("no", "fp32")}
+                folder.begin(recipe.to_yaml(), config, settings, accelerator)
+            folder.truncate(engine.epoch, engine.update)
+        trackers = None
+        if main and not engine.finished:
+            trackers = stack.enter_context(closing(Trackers(folder.path, engine.update, settings, wandb)))
+        title = f"{job.title()} on {job.splits.name}"
+        names, epochs = job.metric_names, recipe.evaluations
+        engine.fit(
+            Display(title, folder.path, epochs, engine.steps, engine.update, names, quiet or not main),
+            trackers,
+            lambda best: folder.publish(job.config(), recipe, job.splits.name, best, names),
+        )
+        engine.write_report()
     accelerator.wait_for_everyone()
-    return RunResult(folder.path, engine.best or {}, folder.epochs, learned.metric)
+    return RunResult(folder.path, engine.best or {}, folder.epochs, job.metric)
 
 
-@contextmanager
-def _numerics(device: torch.device, deterministic: bool, one_size: bool) -> Iterator[None]:
-    """PyTorch's settings for a run, and those of before afterwards."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
-    benchmark, cudnn_attention = torch.backends.cudnn.benchmark, torch.backends.cuda.cudnn_sdp_enabled()
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what PyTorch asks for
-        torch.use_deterministic_algorithms(True)
-    # a kernel of cuDNN for attention is known for NaN gradients (pytorch/pytorch issue 196678); one came with 64 tokens
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    if device.type == "cuda" and not deterministic:
-        torch.set_float32_matmul_precision("high")
-        # it tries out algorithms for each new size: a detector has another number of regions at every step, and a
-        # segmenter is evaluated on pictures of all sizes
-        torch.backends.cudnn.benchmark = one_size
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.set_float32_matmul_precision(before[1])
-        torch.backends.cudnn.benchmark = benchmark
-        torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)
+def _resumed_run(run: Path, output: str | Path | None, recipe: str | Recipe | None) -> tuple[Path, str | Recipe]:
+    """Folder and recipe of the run to resume."""
+    if not RunFolder(run).state.is_file():
+        raise ValueError(f"{run} has no saved state to resume; name the folder of a run that was stopped")
+    if output is not None and Path(output) != run:
+        raise ValueError(f"--output {output} and --resume {run} name two folders; leave --output out")
+    return run, recipe or str(run / "recipe.yaml")
 
 
-def _saved_state(folder: RunFolder, settings: Row, resume: bool, accelerator: Accelerator) -> Any:
-    """The state to go on from, if there is one and it is of the same run."""
-    exists = resume and folder.state.is_file()
-    found, missed = (any_process(flag, accelerator.device) for flag in (exists, not exists))
-    if found and missed:
-        raise ValueError(f"not every machine sees the state in {folder.path}; put it on a disk that they share")
+def _resolve_recipe(
+    model: str | nn.Module | None,
+    recipe: str | Recipe | None,
+    task: str | None,
+    overrides: Sequence[str] | Mapping[str, Any],
+) -> Recipe:
+    """Load the recipe by its name, or check the given one."""
+    if isinstance(recipe, Recipe):
+        if overrides:
+            raise ValueError("overrides need the name of a recipe; for a recipe itself use recipe.replace(...)")
+        if task is not None and task != recipe.task:
+            raise ValueError(f"the recipe {recipe.name} is for task {recipe.task}, not {task}; name another recipe")
+    else:
+        name = recipe or ("small" if task in (None, "classify") else f"small_{task}")
+        recipe = load_recipe(name, overrides, model=model if isinstance(model, str) else None, task=task)
+    # so that the run's recipe.yaml names the model and can be used as a recipe
+    return recipe.replace(model=model) if isinstance(model, str) else recipe
+
+
+def _load_state(folder: RunFolder, settings: Row, accelerator: Accelerator) -> Any:
+    """The saved state of the folder's run, if there is one; its settings must be the same."""
+    exists = folder.state.is_file()
+    seen, missing = (any_process(flag, accelerator.device) for flag in (exists, not exists))
+    if seen and missing:
+        raise ValueError(f"not every machine sees the state in {folder.path}; put it on a shared disk")
     if not exists:
         return None
     groups, rest = read_state(folder.state)
-    then = rest["settings"]
-    changed = [key for key in {**then, **settings} if then.get(key) != _as_json(settings.get(key))]
-    if changed:
-        words = ", ".join(f"{key} was {then.get(key)!r} and is {settings.get(key)!r}" for key in changed)
+    if changed := changed_settings(rest["settings"], settings):
         raise ValueError(
-            f"{folder.path} holds a run with other settings: {words}; go on with the same ones, use another --output,"
-            " or start over with --no-resume"
+            f"{folder.path} holds a run with different settings: {changed}; use the same ones, another --output, or"
+            " start over with --no-resume"
         )
     return groups, rest
-
-
-def _as_json(value: Any) -> Any:
-    """What a value looks like after a trip through JSON: keys are strings, tuples are lists."""
-    if isinstance(value, Mapping):
-        return {str(key): _as_json(item) for key, item in value.items()}
-    return [_as_json(item) for item in value] if isinstance(value, (list, tuple)) else value

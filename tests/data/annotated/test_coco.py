@@ -13,7 +13,7 @@ from pycocotools import mask as tools
 from tests.data.annotated.files import CATEGORIES, content, thing, write_coco
 from tests.data.conftest import noise
 from tokamix.data import DataError, DatasetSplits, create_dataset
-from tokamix.data.annotated.datasets import rle
+from tokamix.data.annotated.rle import encode_rle
 
 L_SHAPE = [[2.0, 2, 10, 2, 10, 6, 6, 6, 6, 12, 2, 12]]
 
@@ -27,7 +27,7 @@ def opened(root: Path, train: dict, val: dict | None = None, task: str = "detect
 def test_boxes_polygons_and_run_lengths(tmp_path: Path) -> None:
     drawn = torch.zeros(32, 40, dtype=torch.bool)
     drawn[5:9, 20:31] = True
-    runs = rle(drawn)
+    runs = encode_rle(drawn)
     packed = tools.encode(np.asfortranarray(drawn.numpy().astype(np.uint8)))
     packed = {"size": packed["size"], "counts": packed["counts"].decode()}
     several = [[1.0, 20, 5, 20, 5, 25, 1, 25], [30, 1, 36, 1, 36, 4, 30, 4]]
@@ -40,7 +40,7 @@ def test_boxes_polygons_and_run_lengths(tmp_path: Path) -> None:
     data = opened(tmp_path, content(2, told))
     assert data.classes == ("cat", "dog", "owl")
     assert data.train.category_ids == (3, 7, 90)
-    first, second = (data.train.scene(i) for i in range(2))
+    first, second = (data.train.sample(i) for i in range(2))
     assert (first.image_id, second.image_id) == (10, 11)
     assert first.size == (32, 40)
     assert np.array_equal(first.image.permute(1, 2, 0).numpy(), np.asarray(Image.open(tmp_path / "train/10.png")))
@@ -54,7 +54,7 @@ def test_boxes_polygons_and_run_lengths(tmp_path: Path) -> None:
     assert second.crowd.tolist() == [False, True]
     assert torch.equal(second.masks[1], drawn)
     assert second.masks[0].sum() == 4 * 5 + 6 * 3
-    assert data.train.scene(0, masks=False).masks is None
+    assert data.train.sample(0, masks=False).masks is None
     assert data.train.name_of(1) == second.name == str(tmp_path / "train/11.png")
 
 
@@ -62,7 +62,7 @@ def test_for_segmentation(tmp_path: Path) -> None:
     told = [thing(1, 10, [0, 0, 20, 20], 90), thing(2, 10, [5, 5, 4, 4], 3), thing(3, 10, [0, 0, 40, 32], 7, iscrowd=1)]
     data = opened(tmp_path, content(1, told), task="segment")
     assert data.classes == ("background", "cat", "dog", "owl")
-    classes = data.train.scene(0, masks=False).segmentation
+    classes = data.train.sample(0, masks=False).segmentation
     assert classes.dtype == torch.uint8
     assert classes[6, 6] == 1
     assert classes[1, 1] == 3
@@ -74,10 +74,10 @@ def test_images_without_things(tmp_path: Path) -> None:
     data = opened(tmp_path, told, told)
     assert [data.train.image_id(i) for i in range(len(data.train))] == [11]  # a crowd alone is nothing to learn
     assert len(data.val) == 4
-    empty = data.val.scene(0)
+    empty = data.val.sample(0)
     assert (empty.boxes.shape, empty.labels.shape, empty.masks.shape) == ((0, 4), (0,), (0, 32, 40))
     assert len(create_dataset(f"coco:{tmp_path}?empty=keep", "detect").train) == 4
-    with pytest.raises(DataError, match="nothing to learn: no image has an annotation with an area"):
+    with pytest.raises(DataError, match="has no annotation with an area, so that there is nothing to learn"):
         opened(tmp_path, content(4, []))
 
 
@@ -93,12 +93,12 @@ def test_over_the_edge_and_without_area(tmp_path: Path, caplog: pytest.LogCaptur
         thing(8, 10, [5, 5, 6, 6], segmentation=[]),
     ]
     with caplog.at_level(logging.WARNING, "tokamix"):
-        scene = opened(tmp_path, content(1, told)).train.scene(0)
+        scene = opened(tmp_path, content(1, told)).train.sample(0)
     assert scene.boxes.tolist() == [[30, 20, 40, 32], [0, 0, 5, 5], [5, 5, 6, 6]]
     assert scene.masks.sum((1, 2)).tolist() == [120, 25, 1]
     messages = [record.message for record in caplog.records]
     assert messages == [
-        f"{tmp_path}/annotations/instances_train.json: 5 of 8 annotations are left out:"
+        f"{tmp_path}/annotations/instances_train.json: 5 of 8 annotations are not used:"
         " 3 have no area in the image, 2 no outline"
     ]
 
@@ -107,14 +107,14 @@ def test_boxes_alone(tmp_path: Path) -> None:
     told = [{k: v for k, v in thing(1, 10, [3, 4, 10, 8]).items() if k not in ("segmentation", "area", "iscrowd")}]
     data = opened(tmp_path, content(1, told), content(1, told))
     assert not data.train.has_masks
-    assert data.train.scene(0).masks is None
-    assert not data.train.scene(0).crowd.any()
+    assert data.train.sample(0).masks is None
+    assert not data.train.sample(0).crowd.any()
     assert data.val.coco_dict()["annotations"] == [told[0] | {"area": 80, "iscrowd": 0}]
-    with pytest.raises(DataError, match="has boxes, but no outlines to segment by"):
+    with pytest.raises(DataError, match="has only boxes, no outlines; segmentation needs outlines"):
         create_dataset(f"coco:{tmp_path}", "segment")
     write_coco(tmp_path, "train", GOOD)
     write_coco(tmp_path, "val", content(1, []))
-    with pytest.raises(DataError, match=r"instances_val\.json has no annotations with an area to segment by"):
+    with pytest.raises(DataError, match=r"val\.json has no annotations with an area; segmentation needs"):
         create_dataset(f"coco:{tmp_path}", "segment")
 
 
@@ -143,7 +143,7 @@ def test_one_file_is_split(tmp_path: Path) -> None:
 
 def test_one_image_cannot_be_split(tmp_path: Path) -> None:
     path = write_coco(tmp_path, "all", content(1, [thing(1, 10, [3, 4, 10, 8])]))
-    with pytest.raises(DataError, match=r"instances_all\.json has one picture alone; nothing could be held out of it"):
+    with pytest.raises(DataError, match=r"instances_all\.json has only one image; two are needed to hold one out"):
         create_dataset(str(path), "detect")
 
 
@@ -162,13 +162,13 @@ def test_as_the_camera_says(tmp_path: Path, tag: int, stored: bool, size: tuple[
     data = opened(tmp_path, told, told)
     raw.save(tmp_path / "val/10.png", exif=exif)
     expected = raw if stored and raw.size != shown.size else shown
-    assert np.array_equal(data.val.scene(0).image.permute(1, 2, 0), np.asarray(expected))
+    assert np.array_equal(data.val.sample(0).image.permute(1, 2, 0), np.asarray(expected))
 
 
 def test_fewer_categories_in_validation(tmp_path: Path) -> None:
     val = content(1, [thing(1, 10, [3, 4, 10, 8], 90)], categories=CATEGORIES[2:])
     data = opened(tmp_path, content(1, [thing(1, 10, [3, 4, 10, 8])]), val)
-    assert data.val.scene(0).labels.tolist() == [2]
+    assert data.val.sample(0).labels.tolist() == [2]
     assert data.val.classes == data.classes
 
 
@@ -179,7 +179,7 @@ def test_pictures_are_found(tmp_path: Path, place: str) -> None:
     (tmp_path / place).mkdir(parents=True, exist_ok=True)
     (tmp_path / "train/10.png").rename(tmp_path / place / "10.png")
     data = create_dataset(f"coco:{path},{path}", "detect")
-    assert data.train.scene(0).size == (32, 40)
+    assert data.train.sample(0).size == (32, 40)
 
 
 def test_pictures_beside_the_file(tmp_path: Path) -> None:
@@ -199,19 +199,19 @@ def wrong(told: dict, **changes: object) -> dict:
 
 GOOD = content(2, [thing(1, 10, [3, 4, 10, 8]), thing(2, 11, [3, 4, 10, 8])])
 ERRORS = {
-    "a list": ([], "holds a list; COCO's form has images, annotations and categories"),
-    "no images": ({"annotations": [], "categories": []}, "has no list of images; is it COCO's form"),
+    "a list": ([], "is a list, not a COCO file with images, annotations and categories"),
+    "no images": ({"annotations": [], "categories": []}, "has no list of images; is it a COCO annotation file"),
     "empty": (content(0, []), "has an empty list of images"),
     "no box": (
         {**GOOD, "annotations": [{"id": 1, "image_id": 10, "category_id": 3}]},
         "entry 0 of annotations lacks 'bbox'",
     ),
     "no size": ({**GOOD, "images": [{"id": 1, "file_name": "1.png"}]}, "entry 0 of images lacks 'width'"),
-    "same image": ({**GOOD, "images": [GOOD["images"][0]] * 2}, "the id 10 stands twice in images"),
-    "same thing": (wrong(GOOD, id=2), "the id 2 stands twice in annotations"),
-    "same category": ({**GOOD, "categories": [CATEGORIES[0]] * 2}, "the id 3 stands twice in categories"),
-    "category": (wrong(GOOD, category_id=4), "annotation 1 has category 4, which is not listed"),
-    "image": (wrong(GOOD, image_id=12), "annotation 1 belongs to image 12, which is not listed"),
+    "same image": ({**GOOD, "images": [GOOD["images"][0]] * 2}, "the id 10 occurs twice in images"),
+    "same thing": (wrong(GOOD, id=2), "the id 2 occurs twice in annotations"),
+    "same category": ({**GOOD, "categories": [CATEGORIES[0]] * 2}, "the id 3 occurs twice in categories"),
+    "category": (wrong(GOOD, category_id=4), "annotation 1 has category_id 4, which is not in categories"),
+    "image": (wrong(GOOD, image_id=12), "annotation 1 has image_id 12, which is not in images"),
     "three": (
         wrong(GOOD, bbox=[1, 2, 3]),
         r"annotation 1 has the bbox \[1, 2, 3\]; it must be \[left, top, width, height\]",
@@ -248,64 +248,62 @@ def test_what_may_be_wrong(tmp_path: Path, kind: str) -> None:
 
 def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"there is no folder .*nowhere; give one with annotations/instances_train\*\.json"
+        DataError, match=r"the folder .*nowhere does not exist; use one with annotations/instances_train\*\.json"
     ):
         create_dataset(f"coco:{tmp_path}/nowhere", "detect")
-    with pytest.raises(DataError, match=r"there is no annotation file .*a\.json"):
+    with pytest.raises(DataError, match=r"the annotation file .*a\.json does not exist"):
         create_dataset(f"{tmp_path}/a.json", "detect")
     write_coco(tmp_path, "train", GOOD)
     with pytest.raises(DataError, match=r"has no annotations/instances_val\*\.json; name the files"):
         create_dataset(f"coco:{tmp_path}", "detect")
     path = write_coco(tmp_path, "val", GOOD)
     path.write_text(path.read_text()[:-40])
-    with pytest.raises(DataError, match=r"instances_val\.json is broken or no \.json file: "):
+    with pytest.raises(DataError, match=r"instances_val\.json is broken or not a \.json file: "):
         create_dataset(f"coco:{tmp_path}", "detect")
     write_coco(tmp_path, "val", GOOD)
     write_coco(tmp_path, "val2", GOOD)
     with pytest.raises(DataError, match=r"has both instances_val\.json and instances_val2\.json; name the files"):
         create_dataset(f"coco:{tmp_path}", "detect")
-    with pytest.raises(DataError, match=r"names 3 files; one is for training, one for validation"):
+    with pytest.raises(DataError, match=r"names 3 files; possible are two"):
         create_dataset(f"coco:{path},{path},{path}", "detect")
     (tmp_path / "train/11.png").unlink()
-    with pytest.raises(DataError, match=r"1 of the 2 pictures of .*instances_train\.json are missing: .*train/11\.png"):
+    with pytest.raises(DataError, match=r"1 of the 2 images of .*train\.json are missing, such as .*train/11\.png"):
         create_dataset(f"coco:{tmp_path}/annotations/instances_train.json,{path}", "detect")
     (tmp_path / "train/10.png").unlink()
-    with pytest.raises(DataError, match=r"names the picture 10\.png, but it is not in .*/train, "):
+    with pytest.raises(DataError, match=r"the image 10\.png of .* is not in .*/train, "):
         create_dataset(f"coco:{tmp_path}/annotations/instances_train.json,{path}", "detect")
 
 
 def test_categories_that_disagree(tmp_path: Path) -> None:
     renamed = [{"id": 3, "name": "tiger"}]
-    with pytest.raises(
-        DataError, match=r"calls the category 3 'tiger', but .* calls it 'cat'; their categories must agree"
-    ):
+    with pytest.raises(DataError, match=r"category 3 is 'tiger' in .*, but .* names it 'cat'; categories must agree"):
         opened(tmp_path, GOOD, content(1, [], categories=renamed))
-    with pytest.raises(DataError, match=r"calls the category 4 'elk', but .* has none of that id"):
+    with pytest.raises(DataError, match=r"category 4 is 'elk' in .*, but .* does not have it"):
         opened(tmp_path, GOOD, content(1, [], categories=[{"id": 4, "name": "elk"}]))
 
 
 def test_what_shows_when_a_scene_is_read(tmp_path: Path) -> None:
     data = opened(tmp_path, GOOD)
     Image.new("RGB", (20, 10)).save(tmp_path / "train/10.png")
-    with pytest.raises(DataError, match=r"train/10\.png is 20x10 px, but .*instances_train\.json says 40x32"):
-        data.train.scene(0)
+    with pytest.raises(DataError, match=r"train/10\.png is 20x10 px, but .*instances_train\.json states 40x32"):
+        data.train.sample(0)
     Image.new("RGB", (32, 40)).save(tmp_path / "train/10.png")
-    with pytest.raises(DataError, match=r"is 32x40 px, but .* says 40x32; one of both is rotated"):
-        data.train.scene(0)
+    with pytest.raises(DataError, match=r"is 32x40 px, but .* states 40x32; one of the two is rotated"):
+        data.train.sample(0)
     (tmp_path / "train/10.png").write_bytes(b"")
     with pytest.raises(DataError, match=r"train/10\.png is empty"):
-        data.train.scene(0)
+        data.train.sample(0)
     runs = {"size": [10, 20], "counts": [0, 200]}
-    with pytest.raises(DataError, match=r"val/10\.png is 40x32 px, but a mask of it 20x10"):
-        opened(tmp_path, GOOD, wrong(GOOD, segmentation=runs)).val.scene(0)
+    with pytest.raises(DataError, match=r"val/10\.png is 40x32 px, but one of its masks is 20x10"):
+        opened(tmp_path, GOOD, wrong(GOOD, segmentation=runs)).val.sample(0)
     runs = {"size": [32, 40], "counts": [0, 200]}
-    with pytest.raises(DataError, match=r"val/10\.png has 1280 px, but the runs of a mask add to 200"):
-        opened(tmp_path, GOOD, wrong(GOOD, segmentation=runs)).val.scene(0)
+    with pytest.raises(DataError, match=r"val/10\.png has 1280 px, but the runs of one of its masks sum to 200"):
+        opened(tmp_path, GOOD, wrong(GOOD, segmentation=runs)).val.sample(0)
 
 
 def test_without_the_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = opened(tmp_path, GOOD)
     monkeypatch.setitem(__import__("sys").modules, "pycocotools", None)
-    assert data.train.scene(0, masks=False).labels.tolist() == [0]  # boxes need none
-    with pytest.raises(ImportError, match=r"COCO's masks need pycocotools: pip install 'tokamix\[detect\]'"):
-        data.train.scene(0)
+    assert data.train.sample(0, masks=False).labels.tolist() == [0]  # boxes need none
+    with pytest.raises(ImportError, match=r"COCO masks need pycocotools: pip install 'tokamix\[detect\]'"):
+        data.train.sample(0)

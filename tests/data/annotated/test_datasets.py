@@ -10,8 +10,10 @@ from pycocotools import mask as tools
 
 from tests.data.annotated.files import blocks, content, thing, write_coco, write_pair
 from tokamix.data import DataError, create_dataset
-from tokamix.data.annotated.datasets import AnnotatedImage, classes_of_pixels, held_out, rle
+from tokamix.data.annotated.datasets import AnnotatedImage, semantic_mask
+from tokamix.data.annotated.rle import encode_rle
 from tokamix.data.shapes import CLASSES, Shapes
+from tokamix.data.splits import split_indices
 from tokamix.tasks import IGNORE_INDEX
 
 
@@ -22,24 +24,24 @@ def test_shapes_for_both_tasks() -> None:
     assert segment.classes == ("background", *CLASSES)
     counts = []
     for i in range(40):
-        scene = detect.train.scene(i)
+        scene = detect.train.sample(i)
         assert scene.image.shape == (3, 128, 128)
         assert scene.image.dtype == scene.segmentation.dtype == torch.uint8
         assert scene.masks.shape == (len(scene.labels), 128, 128)
         assert not scene.crowd.any()
-        assert torch.equal(scene.image, segment.train.scene(i).image)
+        assert torch.equal(scene.image, segment.train.sample(i).image)
         assert torch.equal(scene.segmentation, (scene.masks * (1 + scene.labels)[:, None, None]).sum(0).byte())
         counts.append(int((scene.masks.sum((1, 2)) > 380).sum()))  # no small circle has more
     assert set(counts) == {1, 2, 3}  # large things
-    assert create_dataset("shapes:64", "detect").val.scene(0).size == (64, 64)
-    assert not torch.equal(detect.val.scene(0).image, detect.train.scene(0).image)
-    assert not torch.equal(detect.val.scene(0).image, create_dataset("shapes", "detect", seed=1).val.scene(0).image)
+    assert create_dataset("shapes:64", "detect").val.sample(0).size == (64, 64)
+    assert not torch.equal(detect.val.sample(0).image, detect.train.sample(0).image)
+    assert not torch.equal(detect.val.sample(0).image, create_dataset("shapes", "detect", seed=1).val.sample(0).image)
 
 
 def test_further_large_things_change_nothing_else() -> None:
     plain, more = (Shapes(64, 64, 0, "train", large) for large in (1, 3))
     for i in range(64):
-        before, after = plain.scene(i), more.scene(i)
+        before, after = plain.sample(i), more.sample(i)
         same = (before.image == after.image).all(0)
         added = after.masks[-1:].any(0) ^ before.masks[-1:].any(0)
         assert not added.any()  # the first large one is in front
@@ -51,7 +53,7 @@ def test_further_large_things_change_nothing_else() -> None:
 
 def test_classification_of_shapes_is_as_ever() -> None:
     """The numbers are those of the version before scenes had a type of their own."""
-    scene = create_dataset("shapes:48").train.scene(7)
+    scene = create_dataset("shapes:48").train.sample(7)
     assert scene.image.long().sum().item() == 942942
     assert scene.boxes.tolist() == [[23.0, 4.0, 29.0, 11.0], [5.0, 1.0, 29.0, 23.0]]
     assert scene.label == scene.labels[-1] == 2
@@ -62,8 +64,8 @@ def test_runs_are_those_of_the_tools() -> None:
     masks = [torch.rand(h, w, generator=draw) > 0.5 for h, w in ((1, 1), (1, 9), (9, 1), (7, 5))]
     masks += [torch.zeros(4, 6, dtype=torch.bool), torch.ones(4, 6, dtype=torch.bool)]
     for mask in masks:
-        assert sum(rle(mask)["counts"]) == mask.numel()
-        assert np.array_equal(tools.decode(tools.frPyObjects(rle(mask), *mask.shape)), mask.numpy())
+        assert sum(encode_rle(mask)["counts"]) == mask.numel()
+        assert np.array_equal(tools.decode(tools.frPyObjects(encode_rle(mask), *mask.shape)), mask.numpy())
 
 
 def test_coco_form_of_shapes() -> None:
@@ -72,7 +74,7 @@ def test_coco_form_of_shapes() -> None:
     assert [entry["id"] for entry in told["categories"]] == list(range(1, 9))
     assert len(told["images"]) == 128
     assert [entry["id"] for entry in told["annotations"]] == list(range(1, 1 + len(told["annotations"])))
-    scene = dataset.scene(5)
+    scene = dataset.sample(5)
     mine = [entry for entry in told["annotations"] if entry["image_id"] == 5]
     assert [entry["category_id"] - 1 for entry in mine] == scene.labels.tolist()
     assert [entry["area"] for entry in mine] == scene.masks.sum((1, 2)).tolist()
@@ -87,25 +89,25 @@ def test_things_drawn_over_each_other() -> None:
     masks[2] = True
     none, image = torch.zeros(3, 4), torch.zeros(3, 6, 6)
     scene = AnnotatedImage(image, none, torch.tensor([4, 0, 7]), masks, torch.tensor([0, 0, 1]).bool(), None, 0, "x")
-    drawn = classes_of_pixels(scene)
+    drawn = semantic_mask(scene)
     assert drawn[2:4, 2:4].unique().tolist() == [5]  # the small one is in front
     assert drawn[0].tolist() == [1] * 5 + [IGNORE_INDEX]  # and the crowd behind all
-    with pytest.raises(DataError, match="x has boxes, but no masks to segment by"):
-        classes_of_pixels(replace(scene, masks=None))
+    with pytest.raises(DataError, match="x has boxes, but no masks for segmentation"):
+        semantic_mask(replace(scene, masks=None))
     assert scene.label == 7
-    with pytest.raises(ValueError, match="x has nothing in it"):
+    with pytest.raises(ValueError, match="x has no objects"):
         _ = replace(scene, labels=torch.zeros(0)).label
 
 
-def test_what_is_held_out() -> None:
+def test_what_is_split_indices() -> None:
     here = Path("here")
-    train, val = held_out(50, here)
+    train, val = split_indices(50, here)
     assert len(val) == 10
     assert sorted(train + val) == list(range(50))
-    assert (train, val) == held_out(50, here)
-    with pytest.raises(DataError, match="here has one picture alone; nothing could be held out of it"):
-        held_out(1, here)
-    assert [len(part) for part in held_out(2, here)] == [1, 1]
+    assert (train, val) == split_indices(50, here)
+    with pytest.raises(DataError, match="here has only one image; two are needed to hold one out"):
+        split_indices(1, here)
+    assert [len(part) for part in split_indices(2, here)] == [1, 1]
 
 
 def test_paths_are_looked_into(tmp_path: Path) -> None:
@@ -116,23 +118,23 @@ def test_paths_are_looked_into(tmp_path: Path) -> None:
     assert create_dataset(str(tmp_path / "coco"), "detect").classes == ("cat", "dog", "owl")
     assert create_dataset(str(tmp_path / "coco"), "segment").classes == ("background", "cat", "dog", "owl")
     assert create_dataset(str(tmp_path / "masks"), "segment").classes == ("ground", "tree")
-    with pytest.raises(DataError, match="has classes of pixels, but no things to detect"):
+    with pytest.raises(DataError, match="has semantic masks, but no objects to detect"):
         create_dataset(str(tmp_path / "masks"), "detect")
 
 
 def test_unknown_sources() -> None:
-    with pytest.raises(DataError, match=r"there are no scenes 'shape': .*; did you mean shapes"):
+    with pytest.raises(DataError, match=r"there is no data set 'shape' with annotations; did you mean shapes"):
         create_dataset("shape", "detect")
-    with pytest.raises(DataError, match=r"known are shapes, coco:PATH, masks:PATH, a folder and a \.json file"):
+    with pytest.raises(DataError, match=r"possible are shapes, coco:PATH, masks:PATH, a folder, a \.json file"):
         create_dataset("/nowhere/at/all", "detect")
-    with pytest.raises(DataError, match="shapes:8 is no size; write shapes:128, with at least 16 px"):
+    with pytest.raises(DataError, match="shapes:8 has no valid size; use a side of at least 16 px, such as shapes:128"):
         create_dataset("shapes:8", "detect")
     with pytest.raises(ValueError, match="the task is 'sort', but must be classify, segment or detect"):
         create_dataset("shapes", "sort")
 
 
 def test_options(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"has no option 'nil'; there are empty"):
+    with pytest.raises(DataError, match=r"has no option 'nil'; possible are empty"):
         create_dataset(f"coco:{tmp_path}?nil=1", "detect")
     with pytest.raises(DataError, match=r"empty is 'maybe', but must be drop or keep"):
         create_dataset(f"coco:{tmp_path}?empty=maybe", "detect")
@@ -142,5 +144,5 @@ def test_too_many_classes(tmp_path: Path) -> None:
     for part in ("train", "val"):
         write_pair(tmp_path / "images" / part, tmp_path / "masks" / part, "a", blocks(0, 1))
     (tmp_path / "classes.txt").write_text("\n".join(map(str, range(256))))
-    with pytest.raises(DataError, match="has 256 classes; a pixel has room for 255"):
+    with pytest.raises(DataError, match="has 256 classes; masks of 8 bits have room for 255"):
         create_dataset(str(tmp_path), "segment")

@@ -14,7 +14,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from tests.data.annotated.files import blocks, content, scene_config, scene_recipe, thing, write_coco, write_pair
 from tokamix.data import AnnotatedDataset, DataError, create_dataset
-from tokamix.data.annotated.loader import _packed, _unpacked, create_eval_loader, create_train_loader
+from tokamix.data.annotated.loader import _pack, _unpack, create_eval_loader, create_train_loader
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 RAW = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255,) * 3}  # pixels from 0 to 255
@@ -63,8 +63,8 @@ def test_batches_are_a_function_of_seed_epoch_and_position(sets: dict, task: str
 
 @pytest.mark.parametrize("task", MOVED)
 def test_each_epoch_changes_a_scene_in_another_way(sets: dict, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = sets[task].scene(0)
-    monkeypatch.setattr(type(sets[task]), "scene", lambda self, i, masks=True: scene)
+    scene = sets[task].sample(0)
+    monkeypatch.setattr(type(sets[task]), "sample", lambda self, i, masks=True: scene)
     first, second = (
         torch.cat([image.flatten() for image in batches(sets[task], task, epoch)[0][0]]) for epoch in (0, 1)
     )
@@ -114,7 +114,7 @@ def test_to_train_a_segmenter(sets: dict) -> None:
 def test_padding(norm: dict) -> None:
     """What is smaller than the crop lies in the upper left corner; beside it are zeros after normalisation, and 255."""
     dataset = create_dataset("shapes:16", "segment").val
-    scene = dataset.scene(0)
+    scene = dataset.sample(0)
     loader = create_train_loader(dataset, scene_recipe("segment", hflip=0.0), batch_size=128, **norm)
     images, classes = next(iter(loader.epoch(0)))
     place = loader.order.indices(0).tolist().index(0)
@@ -141,7 +141,7 @@ def test_to_evaluate_a_segmenter(sets: dict, world_size: int) -> None:
                 assert image.shape == (3, 64, 64)
                 assert target["size"] == (48, 48)
                 assert target["scale"] == (64 / 48, 64 / 48)
-                assert torch.equal(target["segmentation"], dataset.scene(target["index"]).segmentation.long())
+                assert torch.equal(target["segmentation"], dataset.sample(target["index"]).segmentation.long())
                 found.append(target["index"])
     assert sorted(found) == list(range(128))
     assert world_size > 1 or found == list(range(128))
@@ -153,7 +153,7 @@ def test_to_train_a_detector(sets: dict) -> None:
     for images, targets in batches(dataset, "detect", values=plain, **RAW):
         for image, target in zip(images, targets, strict=True):
             assert set(target) == {"boxes", "labels", "masks", "image_id", "index", "size", "scale"}
-            scene = dataset.scene(target["index"])
+            scene = dataset.sample(target["index"])
             assert image.shape == (3, 96, 96)
             assert torch.equal(target["boxes"], 2 * scene.boxes)
             assert torch.equal(target["labels"], scene.labels)
@@ -168,9 +168,9 @@ def test_to_evaluate_a_detector(sets: dict) -> None:
     images, targets = batches(sets["detect"], "detect", train=False, values={"scale": (96, 96)})[0]
     assert images[0].shape == (3, 96, 96)
     assert set(targets[0]) == {"boxes", "labels", "crowd", "image_id", "index", "size", "scale"}
-    assert torch.equal(targets[0]["boxes"], 2 * sets["detect"].scene(0).boxes)
+    assert torch.equal(targets[0]["boxes"], 2 * sets["detect"].sample(0).boxes)
     with_masks = batches(sets["detect"], "detect", train=False, masks=True)[0][1]
-    assert torch.equal(with_masks[0]["masks"], sets["detect"].scene(0).masks)
+    assert torch.equal(with_masks[0]["masks"], sets["detect"].sample(0).masks)
 
 
 def test_masks_only_where_they_are_needed(sets: dict, tmp_path: Path) -> None:
@@ -232,17 +232,17 @@ def test_packing() -> None:
         {"a": torch.zeros(0, 3, dtype=torch.int64), "n": 5, "size": (1, 1), "m": torch.rand(0, 7) > 0.5},
         {"a": torch.rand(3).t(), "n": 6, "size": (2, 2), "m": (torch.rand(4, 3) > 0.5).t()},
     ]
-    layout, tensors = _packed(targets)
+    layout, tensors = _pack(targets)
     assert sorted(str(tensor.dtype) for tensor in tensors) == ["torch.bool", "torch.float32", "torch.int64"]
-    assert same(_unpacked(layout, tensors), targets)
-    assert len(_packed([])[0]) == 0
+    assert same(_unpack(layout, tensors), targets)
+    assert len(_pack([])[0]) == 0
 
 
 def test_packing_survives_the_way_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loader's thread that pins memory takes lists and tuples apart."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor.clone())
     targets = [{"a": torch.arange(6).view(2, 3), "size": (3, 5)}, {"a": torch.arange(2).view(1, 2), "size": (1, 2)}]
-    assert same(_unpacked(*pin_memory(_packed(targets))), targets)
+    assert same(_unpack(*pin_memory(_pack(targets))), targets)
 
 
 def test_workers_go_with_their_loader(sets: dict) -> None:

@@ -36,15 +36,15 @@ def test_photos_that_a_camera_turned(tmp_path: Path) -> None:
     Image.fromarray(blocks(0, 1, 2).T).save(tmp_path / "masks/stored.png")
     (tmp_path / "classes.txt").write_text("a\nb\nc\n")
     data = create_dataset(str(tmp_path), "segment")
-    scenes = {Path(part.name_of(0)).stem: part.scene(0) for part in (data.train, data.val)}
+    scenes = {Path(part.name_of(0)).stem: part.sample(0) for part in (data.train, data.val)}
     turned = np.asarray(photo.transpose(Image.Transpose.ROTATE_270))
     assert np.array_equal(scenes["shown"].image.permute(1, 2, 0), turned)
     assert np.array_equal(scenes["stored"].image.permute(1, 2, 0), np.asarray(photo))
     Image.fromarray(blocks(0, 1, 2).T).save(tmp_path / "masks/stored.png")
     photo.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "images/stored.jpg", "PNG")
     part = data.train if Path(data.train.name_of(0)).stem == "stored" else data.val
-    with pytest.raises(DataError, match=r"is 12x8 px, but its mask .*stored\.png is 8x12; one of both is rotated"):
-        part.scene(0)
+    with pytest.raises(DataError, match=r"is 12x8 px, but its mask .*stored\.png is 8x12; one of the two is rotated"):
+        part.sample(0)
 
 
 @pytest.mark.parametrize("inner", [".", "VOC2012", "VOCdevkit/VOC2012"])
@@ -54,13 +54,13 @@ def test_voc(tmp_path: Path, inner: str) -> None:
     assert data.classes == VOC
     assert len(VOC) == 21
     assert [data.train.name_of(i).rpartition("/")[2] for i in range(2)] == ["a.jpg", "ccc.jpg"]
-    scene = data.train.scene(0)
+    scene = data.train.sample(0)
     assert scene.segmentation.dtype == torch.uint8
     assert torch.equal(scene.segmentation, torch.from_numpy(blocks(0, 20, 255)))  # indices, whatever the palette
     assert scene.size == (8, 12)
     assert scene.boxes.shape == (0, 4)
-    assert data.val.scene(0).segmentation[0].tolist() == [3] * 4 + [0] * 8
-    with pytest.raises(DataError, match="have classes of pixels, but no things"):
+    assert data.val.sample(0).segmentation[0].tolist() == [3] * 4 + [0] * 8
+    with pytest.raises(DataError, match="have semantic masks, but no objects"):
         data.val.coco_dict()
 
 
@@ -74,9 +74,9 @@ def test_ade(tmp_path: Path) -> None:
     assert data.num_classes == 150
     assert data.classes[:2] == ("thing 1", "thing 2")
     assert data.train.category_ids == tuple(range(1, 151))
-    assert data.val.scene(0).segmentation[0].tolist() == [255] * 4 + [0] * 4 + [149] * 4
+    assert data.val.sample(0).segmentation[0].tolist() == [255] * 4 + [0] * 4 + [149] * 4
     kept = create_dataset(f"masks:{tmp_path}?zero=class&classes=151", "segment")
-    assert kept.val.scene(0).segmentation[0].tolist() == [0] * 4 + [1] * 4 + [150] * 4
+    assert kept.val.sample(0).segmentation[0].tolist() == [0] * 4 + [1] * 4 + [150] * 4
     with pytest.raises(DataError, match="zero is 'no', but must be ignore or class"):
         create_dataset(f"masks:{tmp_path}?zero=no", "segment")
 
@@ -86,7 +86,7 @@ def test_zero_and_255_are_both_ignored(tmp_path: Path) -> None:
         write_pair(tmp_path / "img_dir" / part, tmp_path / "ann_dir" / part, "x", blocks(0, 255, 1, 2))
     data = create_dataset(f"masks:{tmp_path}?zero=ignore&classes=2", "segment")
     assert data.classes == ("0", "1")
-    assert data.train.scene(0).segmentation[0, ::4].tolist() == [255, 255, 0, 1]
+    assert data.train.sample(0).segmentation[0, ::4].tolist() == [255, 255, 0, 1]
 
 
 def test_lists_beside_the_folders(tmp_path: Path) -> None:
@@ -99,9 +99,7 @@ def test_lists_beside_the_folders(tmp_path: Path) -> None:
     assert data.classes == ("ground", "tree")
     assert [Path(data.train.name_of(i)).stem for i in range(len(data.train))] == ["rrr", "p"]
     (tmp_path / "val.txt").unlink()
-    with pytest.raises(
-        DataError, match="tells either what is for training or what is for validation; it must tell both"
-    ):
+    with pytest.raises(DataError, match="has either a training or a validation split; it must have both or none"):
         create_dataset(str(tmp_path), "segment")
     (tmp_path / "train.txt").unlink()
     data = create_dataset(str(tmp_path), "segment")  # a part is held out
@@ -123,41 +121,41 @@ def test_values_out_of_range(folder: Path) -> None:
     with pytest.raises(
         DataError, match=r"masks/train/p\.png has the value 7, but the 2 classes are 0 to 1 \(255 is ignored\)"
     ):
-        data.train.scene(0)
+        data.train.sample(0)
     data = create_dataset(f"masks:{folder}?zero=ignore", "segment")
     with pytest.raises(DataError, match=r"has the value 7, but the 2 classes are 1 to 2"):
-        data.train.scene(0)
+        data.train.sample(0)
 
 
 def test_masks_of_another_size(folder: Path) -> None:
     Image.fromarray(blocks(0, 1)).save(folder / "masks/val/qq.png")
     data = create_dataset(str(folder), "segment")
-    assert data.val.scene(0).size == (8, 12)
+    assert data.val.sample(0).size == (8, 12)
     with pytest.raises(DataError, match=r"val/qq\.jpg is 12x8 px, but its mask .*masks/val/qq\.png is 8x8"):
-        data.val.scene(1)
+        data.val.sample(1)
 
 
 def test_masks_that_are_none(folder: Path) -> None:
     data = create_dataset(str(folder), "segment")
     Image.new("RGB", (12, 8)).save(folder / "masks/val/p.png")
-    with pytest.raises(DataError, match=r"p\.png is a picture of 3 channels \(RGB\), but a mask has one class a pixel"):
-        data.val.scene(0)
+    with pytest.raises(DataError, match=r"p\.png has 3 channels \(RGB\), but a mask has one"):
+        data.val.sample(0)
     (folder / "masks/val/p.png").write_bytes(b"nothing")
-    with pytest.raises(DataError, match=r"p\.png is no mask that can be read: "):
-        data.val.scene(0)
+    with pytest.raises(DataError, match=r"p\.png is not a readable mask: "):
+        data.val.sample(0)
     (folder / "masks/val/p.png").unlink()
-    with pytest.raises(DataError, match=r"p\.png does not exist any more"):
-        data.val.scene(0)
+    with pytest.raises(DataError, match=r"p\.png does not exist"):
+        data.val.sample(0)
 
 
 def test_sixteen_bits(folder: Path) -> None:
     Image.fromarray(np.array([[0, 1], [255, 1]], dtype=np.uint16)).save(folder / "masks/val/p.png")
     Image.new("RGB", (2, 2)).save(folder / "images/val/p.jpg")
     data = create_dataset(str(folder), "segment")
-    assert data.val.scene(0).segmentation.tolist() == [[0, 1], [255, 1]]
+    assert data.val.sample(0).segmentation.tolist() == [[0, 1], [255, 1]]
     Image.fromarray(np.array([[0, 256], [255, 1]], dtype=np.uint16)).save(folder / "masks/val/p.png")
     with pytest.raises(DataError, match="has the value 256"):
-        data.val.scene(0)
+        data.val.sample(0)
 
 
 def test_what_is_missing(folder: Path) -> None:
@@ -166,20 +164,18 @@ def test_what_is_missing(folder: Path) -> None:
         create_dataset(str(folder), "segment")
     for name in ("p", "qq"):
         (folder / f"images/train/{name}.jpg").unlink()
-    with pytest.raises(DataError, match=r"images/train has no pictures"):
+    with pytest.raises(DataError, match=r"images/train has no images"):
         create_dataset(str(folder), "segment")
-    with pytest.raises(DataError, match=r"has no folders for pictures \(JPEGImages, images, .*\) and masks"):
+    with pytest.raises(DataError, match=r"has no folders of images \(JPEGImages, images, .*\) and masks"):
         create_dataset(f"masks:{folder}/images", "segment")
-    with pytest.raises(DataError, match=r"there is no folder .*nowhere"):
+    with pytest.raises(DataError, match=r"the folder .*nowhere does not exist"):
         create_dataset(f"masks:{folder}/nowhere", "segment")
 
 
 def test_what_is_listed_but_missing(tmp_path: Path) -> None:
     make_voc(tmp_path)
     (tmp_path / "ImageSets/Segmentation/val.txt").write_text("bb\nzebra\n")
-    with pytest.raises(
-        DataError, match=r"val\.txt lists zebra, but .*JPEGImages has no such picture \(1 are missing\)"
-    ):
+    with pytest.raises(DataError, match=r"zebra of .*val\.txt is not in .*JPEGImages \(1 images are missing\)"):
         create_dataset(str(tmp_path), "segment")
     (tmp_path / "ImageSets/Segmentation/val.txt").write_text("bb\nnot_labelled\n")
     with pytest.raises(DataError, match=r"not_labelled\.jpg has no mask in .*SegmentationClass \(1 of 2 have none\)"):
@@ -189,14 +185,12 @@ def test_what_is_listed_but_missing(tmp_path: Path) -> None:
 def test_names_of_classes(folder: Path) -> None:
     assert create_dataset(str(folder), "segment").classes == ("ground", "tree")
     (folder / "classes.txt").unlink()
-    with pytest.raises(
-        DataError, match=r"nothing in .* names the classes; write classes\.txt with a name in each line"
-    ):
+    with pytest.raises(DataError, match=r"has no class names; write classes\.txt with one name per line"):
         create_dataset(str(folder), "segment")
     (folder / "classes.json").write_text('["a", "b", "c"]')
     assert create_dataset(str(folder), "segment").classes == ("a", "b", "c")
     (folder / "classes.json").write_text("{}")
-    with pytest.raises(DataError, match=r"classes\.json is no list of names"):
+    with pytest.raises(DataError, match=r"classes\.json is neither a list of names nor"):
         create_dataset(str(folder), "segment")
     for count in ("0", "256", "many"):
         with pytest.raises(DataError, match=f"classes is '{count}', but must be a number from 1 to 255"):

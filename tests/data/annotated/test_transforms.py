@@ -12,7 +12,7 @@ from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 from tests.data.annotated.files import scene_config, scene_recipe
 from tokamix.data import AnnotatedImage, create_dataset
 from tokamix.data.annotated import transforms as module
-from tokamix.data.annotated.transforms import crop, crop_classes, distort, fitted, flip, resize, transform_for_eval
+from tokamix.data.annotated.transforms import crop, distort_colors, fit_size, flip, random_crop, resize, resize_for_eval
 
 
 def make(height: int = 40, width: int = 60, *boxes: tuple[int, int, int, int]) -> AnnotatedImage:
@@ -64,7 +64,7 @@ def assert_together(scene: AnnotatedImage) -> None:
     ],
 )
 def test_proportions_are_kept(size: tuple, scale: tuple | None, expected: tuple) -> None:
-    assert fitted(size, scale) == expected
+    assert fit_size(size, scale) == expected
 
 
 @pytest.mark.parametrize("size", [(80, 120), (20, 30), (53, 77), (40, 120), (1, 1)])
@@ -141,7 +141,7 @@ def test_one_class_does_not_fill_a_crop() -> None:
     share = []
     for most in (1.0, 0.75):
         for seed in range(200):
-            part = crop_classes(scene, 30, most, np.random.default_rng(seed))
+            part = random_crop(scene, 30, most, np.random.default_rng(seed))
             assert part.size == (30, 30)
             counts = part.segmentation.flatten().long().bincount(minlength=2)
             share.append(bool(counts.max() < 0.75 * 900))
@@ -149,7 +149,7 @@ def test_one_class_does_not_fill_a_crop() -> None:
     assert 0.005 < plain < 0.1
     # a crop is drawn up to ten times
     assert abs(chosen - (1 - (1 - 0.04) ** 10)) < 0.12
-    assert crop_classes(scene, 100, 0.75, np.random.default_rng(0)).size == (40, 100)  # never larger than the scene
+    assert random_crop(scene, 100, 0.75, np.random.default_rng(0)).size == (40, 100)  # never larger than the scene
 
 
 @pytest.mark.parametrize(("ones", "good"), [(1, True), (9, False)])
@@ -162,7 +162,7 @@ def test_ignored_pixels_fill_nothing(ones: int, good: bool) -> None:
     scene.segmentation[14, 10 : 10 + ones] = 1
     scene.segmentation[14, 11 if good else 20 : 19 if good else 20] = 255
     first, drawn = (
-        [crop_classes(scene, 20, most, np.random.default_rng(seed)) for seed in range(8)] for most in (1.0, 0.75)
+        [random_crop(scene, 20, most, np.random.default_rng(seed)) for seed in range(8)] for most in (1.0, 0.75)
     )
     assert all(torch.equal(a.image, b.image) for a, b in zip(first, drawn, strict=True)) == good
 
@@ -188,7 +188,7 @@ def test_colours(on: tuple[int, ...], late: int) -> None:
     """Against formulas, colour by colour; hue and saturation are rounded to 8 bits on the way."""
     image = torch.randint(256, (3, 6, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     shift, contrast, saturation, turn = 20.0, 1.3, 0.6, 0.07
-    changed = distort(image, Chosen([shift, contrast, saturation, turn], [*on, late]))
+    changed = distort_colors(image, Chosen([shift, contrast, saturation, turn], [*on, late]))
     pixels = image.double().flatten(1).t() + shift * on[0]
     pixels = pixels.clamp(0, 255) * (contrast ** on[1] if not late else 1)
     expected = []
@@ -210,7 +210,7 @@ def test_training_of_segmenters() -> None:
     scene = make(40, 60, (4, 8, 28, 32), (40, 4, 60, 40))
     sizes = set()
     for seed in range(60):
-        moved = module.train_segment(scene, recipe, np.random.default_rng(seed))
+        moved = module.augment_segment(scene, recipe, np.random.default_rng(seed))
         assert moved.segmentation.shape == moved.size
         assert max(moved.size) <= 32
         sizes.add(moved.size)
@@ -225,14 +225,14 @@ def test_training_of_detectors() -> None:
     recipe = scene_recipe("detect", scale=(130, 80), scales=(20, 40, 60))
     sizes, left = set(), set()
     for seed in range(40):
-        moved = module.train_detect(scene, recipe, np.random.default_rng(seed))
+        moved = module.augment_detect(scene, recipe, np.random.default_rng(seed))
         assert moved.labels.tolist() == [0, 1]  # the crowd is nothing to learn
         assert_together(moved)
         sizes.add(moved.size)
         left.add(moved.boxes[0, 0].item() * 40 / moved.size[0])
     assert sizes == {(20, 30), (40, 60), (60, 90)}
     assert left == {4.0, 32.0}
-    assert module.train_detect(scene, scene_recipe("detect", hflip=0.0), np.random.default_rng(0)).size == (40, 60)
+    assert module.augment_detect(scene, scene_recipe("detect", hflip=0.0), np.random.default_rng(0)).size == (40, 60)
 
 
 def test_cut_then_scaled() -> None:
@@ -241,7 +241,7 @@ def test_cut_then_scaled() -> None:
     recipe = scene_recipe("detect", scale=(1333, 800), scales=(480, 512), crop_then_scale=True)
     ratios, dropped = [], 0
     for seed in range(60):
-        moved = module.train_detect(scene, recipe, np.random.default_rng(seed))
+        moved = module.augment_detect(scene, recipe, np.random.default_rng(seed))
         assert min(moved.size) in (480, 512)
         torch.testing.assert_close(moved.boxes[0], torch.tensor([0.0, 0, moved.size[1], moved.size[0]]))
         ratios.append(moved.size[1] / moved.size[0])
@@ -255,24 +255,24 @@ def test_cut_then_scaled() -> None:
 
 def test_evaluation() -> None:
     scene = make(40, 60, (4, 8, 28, 32))
-    moved = transform_for_eval(scene, scene_config("segment", scale=(400, 80)))
+    moved = resize_for_eval(scene, scene_config("segment", scale=(400, 80)))
     assert moved.size == (80, 120)
     assert moved.segmentation is scene.segmentation  # measured at the original size
     assert moved.boxes.tolist() == [[8, 16, 56, 64]]
-    assert transform_for_eval(scene, scene_config("segment")).size == (40, 60)
+    assert resize_for_eval(scene, scene_config("segment")).size == (40, 60)
 
 
 def test_a_line_of_pixels() -> None:
     scene = make(1, 4000, (10, 0, 3000, 1))
-    for task, train in (("segment", module.train_segment), ("detect", module.train_detect)):
+    for task, train in (("segment", module.augment_segment), ("detect", module.augment_detect)):
         recipe = scene_recipe(task, scale=(1333, 800))
         moved = train(scene, recipe, np.random.default_rng(0))
         assert moved.size == ((1, 32) if task == "segment" else (1, 1333))
-        assert transform_for_eval(scene, scene_config(task, scale=(1333, 800))).size == (1, 1333)
+        assert resize_for_eval(scene, scene_config(task, scale=(1333, 800))).size == (1, 1333)
 
 
 def test_generated_scenes_stay_together() -> None:
     data = create_dataset("shapes", "detect").train
     recipe = scene_recipe("detect", scale=(200, 200), scales=(128, 160, 200))
     for i in range(20):
-        assert_together(module.train_detect(data.scene(i), recipe, np.random.default_rng(i)))
+        assert_together(module.augment_detect(data.sample(i), recipe, np.random.default_rng(i)))

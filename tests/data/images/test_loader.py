@@ -6,6 +6,7 @@ import random
 import signal
 from itertools import islice
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
 from tests.data.conftest import encoded, eval_config, noise, recipe
-from tokamix.data import ArrayDataset, DataError, ImageDataset, Loader, create_dataset, decode
+from tokamix.data import ArrayDataset, DataError, ImageDataset, Loader, create_dataset, decode_image
 from tokamix.data.images.loader import create_eval_loader, create_train_loader
 from tokamix.data.images.resident import ResidentLoader
 from tokamix.data.loading import WorkerLoader
@@ -303,16 +304,16 @@ def test_a_batch_with_nothing_to_show(broken: ImageDataset, tmp_path: Path) -> N
 
 def test_what_is_skipped_is_not_decoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = create_dataset(str(folder)).train
-    decoded = []
-    monkeypatch.setattr("tokamix.data.images.datasets.decode", lambda *a, **k: decoded.append(1) or decode(*a, **k))
+    spy = Mock(side_effect=decode_image)
+    monkeypatch.setattr("tokamix.data.images.datasets.decode_image", spy)
     batches(data, recipe(), start=2)
-    assert len(decoded) == 8
+    assert spy.call_count == 8
 
 
 class Deadly(ArrayDataset):
     """A data set whose pictures kill whoever asks for them."""
 
-    def picture(self, i: int, at_least: int | None = None) -> Tensor:
+    def image(self, i: int, min_size: int | None = None) -> Tensor:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 

@@ -1,7 +1,9 @@
 """Every kind of source opens, and says what is wrong with it."""
 
 import json
+import logging
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from PIL import Image
 from tests.data.conftest import encoded, eval_config, noise, recipe, write_pack
 from tokamix.data import ArrayDataset, DataError, create_dataset
 from tokamix.data.images.loader import create_eval_loader, create_train_loader
-from tokamix.data.images.sources import hold_out
+from tokamix.data.splits import split_by_class
 
 
 def test_digits() -> None:
@@ -32,7 +34,7 @@ def test_digits() -> None:
 
 def test_a_split_keeps_classes_and_loses_nothing() -> None:
     labels = [0] * 50 + [1] * 2 + [2]
-    train, val = hold_out(labels)
+    train, val = split_by_class(labels)
     assert sorted(train + val) == list(range(53))
     assert [sum(labels[i] == c for i in val) for c in range(3)] == [10, 1, 0]
 
@@ -57,21 +59,73 @@ def test_a_folder_without_parts_is_split(folder: Path) -> None:
     assert create_dataset(str(folder / "train")).val.labels.tolist() == [0, 0, 1, 1, 2, 2]
 
 
+def test_a_path_has_one_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for source in (
+        "train",
+        "train/",
+        "./train",
+        f"{folder}/train",
+        f"{folder}/train/",
+        Path("train"),
+        folder / "train",
+    ):
+        data = create_dataset(source)
+        assert data.name == str(folder / "train")
+        assert len(data.train) == 18
+
+
+def test_names_are_not_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "digits" / "a").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert create_dataset("digits").name == "digits"
+    with pytest.raises(DataError, match=r"class folder .*digits/a has no images"):
+        create_dataset(Path("digits"))
+
+
+def test_a_class_without_validation_images(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "tokamix"):
+        create_dataset(folder)
+        assert not caplog.records
+        shutil.rmtree(folder / "val" / "bee")
+        data = create_dataset(folder)
+    assert data.val.labels.tolist() == [0] * 3 + [2] * 3
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{folder}: 1 of 3 classes have no validation images (bee); accuracy does not measure them"
+    ]
+
+
+def test_annotations_need_their_task(tmp_path: Path) -> None:
+    """images/ and masks/ are not two classes."""
+    for name in ("images", "masks"):
+        (tmp_path / "voc" / name).mkdir(parents=True)
+        noise(0).save(tmp_path / "voc" / name / "a.png")
+        noise(0).save(tmp_path / "voc" / name / "b.png")
+    with pytest.raises(DataError, match=r"voc has masks, but no folder for each class; use task='segment' \("):
+        create_dataset(tmp_path / "voc")
+    for name in ("annotations", "train", "val"):
+        (tmp_path / "coco" / name).mkdir(parents=True)
+        noise(0).save(tmp_path / "coco" / name / "a.png")
+    (tmp_path / "coco" / "annotations" / "instances_train.json").write_text("{}")
+    with pytest.raises(DataError, match=r"coco has COCO annotations, .*; use task='detect' \(--task detect\)"):
+        create_dataset(tmp_path / "coco")
+
+
 def test_what_may_be_wrong_with_a_folder(folder: Path, tmp_path: Path) -> None:
     (folder / "train" / "bee" / "notes.txt").write_text("no picture")
     (folder / "train" / "bee" / ".hidden.png").write_bytes(b"")
     assert len(create_dataset(str(folder)).train) == 24
     (folder / "val" / "dog").mkdir()
-    with pytest.raises(DataError, match=r"class folder .*val/dog has no pictures \(.*\.jpg.*\); fill or remove it"):
+    with pytest.raises(DataError, match=r"class folder .*val/dog has no images \(.*\.jpg.*\); fill or remove it"):
         create_dataset(str(folder))
     noise(0).save(folder / "val" / "dog" / "x.png")
     with pytest.raises(DataError, match=r"val/dog is a class that .*train does not have"):
         create_dataset(str(folder))
     (folder / "train" / "empty").mkdir()
-    with pytest.raises(DataError, match=r"class folder .*train/empty has no pictures"):
+    with pytest.raises(DataError, match=r"class folder .*train/empty has no images"):
         create_dataset(str(folder))
     (tmp_path / "bare").mkdir()
-    with pytest.raises(DataError, match="bare has no folders for classes"):
+    with pytest.raises(DataError, match="bare has no class folders"):
         create_dataset(str(tmp_path / "bare"))
     (tmp_path / "half" / "train" / "a").mkdir(parents=True)
     noise(0).save(tmp_path / "half" / "train" / "a" / "x.png")
@@ -104,35 +158,53 @@ def test_a_pack_of_many_sizes_is_decoded_on_demand(tmp_path: Path) -> None:
     assert data.train[0][0].size[1] == 20
 
 
+def test_a_broken_image_is_named_by_its_number_in_the_pack(tmp_path: Path) -> None:
+    """Also after a fifth was held out, and if several packs were joined."""
+    images = [encoded(noise(i)) for i in range(10)]
+    images[7] = images[7][:50]
+    packs = [write_pack(tmp_path / f"{name}.npz", images, [0, 1] * 5) for name in "ab"]
+    for source in (str(packs[0]), ",".join(map(str, packs))):
+        data = create_dataset(source)
+        names = [split.name_of(i) for split in (data.train, data.val) for i in range(len(split))]
+        assert sorted(names) == sorted(f"image {i} of {pack}" for pack in source.split(",") for i in range(10))
+        for split in (data.train, data.val):
+            for i in range(len(split)):
+                if split.name_of(i).startswith("image 7 "):
+                    with pytest.raises(DataError, match=r"image 7 of .*\.npz is (corrupt|not)"):
+                        split.image(i)
+                else:
+                    split.image(i)
+
+
 def test_what_may_be_wrong_with_a_pack(tmp_path: Path) -> None:
     good = [encoded(noise(i)) for i in range(4)]
-    with pytest.raises(DataError, match=r"there is no file .*none\.npz"):
+    with pytest.raises(DataError, match=r"the file .*none\.npz"):
         create_dataset(str(tmp_path / "none.npz"))
     path = write_pack(tmp_path / "a.npz", good, [0, 1, 2, -1])
-    with pytest.raises(DataError, match=r"picture 2 of .*a\.npz has label 2, but there are 2 classes .*; 2 of 4"):
+    with pytest.raises(DataError, match=r"image 2 of .*a\.npz has label 2, but there are 2 classes .*; 2 of 4"):
         create_dataset(str(path))
     write_pack(path, good, [0, 1, 0])
     with pytest.raises(DataError, match=r"a\.npz is inconsistent: 3 labels, 5 offsets"):
         create_dataset(str(path))
     np.savez(path, images=np.zeros(3))
-    with pytest.raises(DataError, match=r"a\.npz is no pack of pictures"):
+    with pytest.raises(DataError, match=r"a\.npz is not a pack of images"):
         create_dataset(str(path))
     path.write_bytes(write_pack(tmp_path / "b.npz", good, [0, 1, 0, 1]).read_bytes()[:-200])
-    with pytest.raises(DataError, match=r"a\.npz is corrupt, truncated or no \.npz file"):
+    with pytest.raises(DataError, match=r"a\.npz is corrupt, truncated or not an \.npz file"):
         create_dataset(str(path))
     np.save(tmp_path / "pickled.npy", np.array([{}], dtype=object), allow_pickle=True)
     (tmp_path / "pickled.npy").rename(path)
     with pytest.raises(DataError, match=r"a\.npz is"):
         create_dataset(str(path))
     write_pack(tmp_path / "only_val.npz", good, [0, 1, 0, 1])
-    with pytest.raises(DataError, match="holds only validation packs"):
+    with pytest.raises(DataError, match="has only validation packs"):
         create_dataset(str(tmp_path / "only_val.npz"))
     other = write_pack(tmp_path / "c.npz", good, [0, 1, 0, 1], ("x", "y"))
-    with pytest.raises(DataError, match="have other classes"):
+    with pytest.raises(DataError, match="have different classes"):
         create_dataset(f"{tmp_path / 'b.npz'},{other}")
     write_pack(path, [*good[:3], good[3][:50]], [0, 1, 0, 1])
     data = create_dataset(f"{path},{write_pack(tmp_path / 'd_val.npz', good, [0, 1, 0, 1])}")
-    with pytest.raises(DataError, match=r"picture 3 of .*a\.npz is (corrupt|not)"):
+    with pytest.raises(DataError, match=r"image 3 of .*a\.npz is (corrupt|not)"):
         create_train_loader(data.train, recipe(), batch_size=2)
     loader = create_train_loader(data.train, recipe(), batch_size=2, corrupt="skip")
     assert len(list(loader.epoch(0))) == 2
@@ -140,18 +212,18 @@ def test_what_may_be_wrong_with_a_pack(tmp_path: Path) -> None:
 
 
 def test_labels_out_of_range() -> None:
-    with pytest.raises(DataError, match=r"picture 1 has label 7, but there are 2 classes \(0 to 1\); 1 of 2"):
+    with pytest.raises(DataError, match=r"image 1 has label 7, but there are 2 classes \(0 to 1\); 1 of 2"):
         ArrayDataset(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), [0, 7], ("a", "b"))
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(DataError, match=r"there is no data 'digitz': .* did you mean digits\?"):
+    with pytest.raises(DataError, match=r"there is no data set 'digitz'; did you mean digits\?"):
         create_dataset("digitz")
     with pytest.raises(DataError, match=r"did you mean CIFAR100\?"):
         create_dataset("CIFAR1000")
-    with pytest.raises(DataError, match=r"known are a folder, a \.npz file, digits, shapes, wds:, hf:, CIFAR10"):
+    with pytest.raises(DataError, match=r"possible are a folder, a \.npz file, digits, shapes, wds:, hf:, CIFAR10"):
         create_dataset("/no/such/folder")
-    with pytest.raises(DataError, match="shapes:x is no size"):
+    with pytest.raises(DataError, match="shapes:x has no valid size"):
         create_dataset("shapes:x")
 
 
@@ -232,14 +304,14 @@ def test_shapes() -> None:
     data = create_dataset("shapes")
     assert (len(data.train), len(data.val), data.num_classes) == (2000, 500, 8)
     assert (data.train.labels.bincount() == 250).all()
-    scene, again = data.train.scene(5), create_dataset("shapes").train.scene(5)
+    scene, again = data.train.sample(5), create_dataset("shapes").train.sample(5)
     pairs = zip(vars(scene).values(), vars(again).values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
-    assert not torch.equal(scene.image, create_dataset("shapes", seed=1).train.scene(5).image)
-    assert not torch.equal(scene.image, data.val.scene(5).image)
+    assert not torch.equal(scene.image, create_dataset("shapes", seed=1).train.sample(5).image)
+    assert not torch.equal(scene.image, data.val.sample(5).image)
     assert torch.equal(data.train[5][0], scene.image)
     for i in range(30):
-        scene = create_dataset("shapes:48").val.scene(i)
+        scene = create_dataset("shapes:48").val.sample(i)
         assert scene.image.shape == (3, 48, 48)
         assert scene.masks.dtype == torch.bool
         assert len(scene.boxes) == len(scene.labels) == len(scene.masks) >= 1
@@ -291,10 +363,29 @@ def test_hugging_face(tmp_path: Path) -> None:
     assert not torch.equal(torch.cat(one), torch.cat(two))
 
 
+def test_hugging_face_without_validation_holds_out_a_fifth(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    write_hub(datasets, tmp_path, {"train": 30}, shards=4)
+    data = create_dataset(f"hf:{tmp_path}")
+    assert (len(data.train), len(data.val)) == (24, 6)
+    config = eval_config(image_size=20, crop_pct=1.0, mean=(0.0,) * 3, std=(1 / 255,) * 3)
+    numbers, labels = [], []
+    for split in (data.train, data.val):
+        batches = list(create_eval_loader(split, config, batch_size=4).epoch(0))
+        numbers.append([int(n) for images, _ in batches for n in images[:, 0, 0, 0].round()])  # the colour of an image
+        labels.append([int(y) for _, part in batches for y in part])
+    assert sorted(numbers[0] + numbers[1]) == list(range(30))  # nothing is lost or in both
+    assert sorted(labels[1]) == [0, 0, 1, 1, 2, 2]  # a fifth of each class
+    assert labels == [[n % 3 for n in part] for part in numbers]
+    assert numbers[1] == split_by_class([n % 3 for n in range(30)])[1]  # the same images as of a folder
+    trained = [y for _, part in create_train_loader(data.train, recipe(), batch_size=8).epoch(0) for y in part.tolist()]
+    assert len(trained) == 24
+
+
 def test_what_may_be_wrong_with_hugging_face(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    write_hub(datasets, tmp_path / "a", {"train": 4}, shards=1)
-    with pytest.raises(DataError, match="has the splits train; training and validation are needed"):
+    write_hub(datasets, tmp_path / "a", {"test": 4}, shards=1)
+    with pytest.raises(DataError, match=r"has the splits test, but no training split \('train'\)"):
         create_dataset(f"hf:{tmp_path / 'a'}")
     (tmp_path / "b").mkdir()
     for split in ("train", "test"):

@@ -2,14 +2,16 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from PIL import Image
 
 from tests.data.conftest import encoded, eval_config, noise, recipe, write_shards, write_tar
-from tokamix.data import DataError, create_dataset, decode
+from tokamix.data import DataError, create_dataset, decode_image
 from tokamix.data.images.loader import create_eval_loader, create_train_loader
-from tokamix.data.images.streams import expand
+from tokamix.data.images.tar_shards import TarShards, expand
 
 PLAIN = recipe(image_size=20, crop_pct=1.0, crop_scale=None, hflip=0.0, label_smoothing=0.0)
 PLAIN_EVAL = eval_config(image_size=20, crop_pct=1.0, mean=(0.0,) * 3, std=(1 / 255,) * 3)
@@ -105,10 +107,10 @@ def test_a_process_reads_only_its_shards(source: str, monkeypatch: pytest.Monkey
 
 
 def test_resuming_reads_but_does_not_decode(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded = []
-    monkeypatch.setattr("tokamix.data.images.streams.decode", lambda *args: decoded.append(1) or decode(*args))
+    spy = Mock(side_effect=decode_image)
+    monkeypatch.setattr("tokamix.data.images.streams.decode_image", spy)
     train_numbers(source, 1, 0, start=8)
-    assert len(decoded) == 2 * 12
+    assert spy.call_count == 2 * 12
 
 
 def test_a_short_lane_starts_again(tmp_path: Path) -> None:
@@ -126,8 +128,6 @@ def test_sizes_and_classes_may_lie_beside_the_shards(
     sizes = {path.name: 30 if "train" in path.name else 7 for path in tmp_path.glob("*.tar")}
     (tmp_path / "classes.txt").write_text("ant\nbee\ncat\n")
     (tmp_path / "sizes.json").write_text(json.dumps(sizes))
-    from tokamix.data.images.streams import TarShards
-
     with monkeypatch.context() as patch:
         patch.setattr(TarShards, "items", lambda *args, **kwargs: pytest.fail("searched"))
         data = create_dataset(source)
@@ -135,7 +135,7 @@ def test_sizes_and_classes_may_lie_beside_the_shards(
     assert len(data.train) == 120
     del sizes["train-0002.tar"]
     (tmp_path / "sizes.json").write_text(json.dumps(sizes))
-    with pytest.raises(DataError, match=r"sizes\.json does not say how many pictures .*train-0002\.tar holds"):
+    with pytest.raises(DataError, match=r"sizes\.json has no number of images for .*train-0002\.tar"):
         create_dataset(source)
     (tmp_path / "sizes.json").unlink()
     (tmp_path / "classes.txt").write_text("ant\nbee")
@@ -146,21 +146,21 @@ def test_sizes_and_classes_may_lie_beside_the_shards(
 
 def test_what_may_be_wrong_with_shards(source: str, tmp_path: Path) -> None:
     train, _ = source.removeprefix("wds:").split(",")
-    with pytest.raises(DataError, match="names no shards for validation"):
+    with pytest.raises(DataError, match="has no shards for validation"):
         create_dataset(f"wds:{train}")
-    with pytest.raises(DataError, match=r"there is no shard .*val-0009\.tar"):
+    with pytest.raises(DataError, match=r"the shard .*val-0009\.tar does not exist"):
         create_dataset(f"wds:{train},{tmp_path}/val-0009.tar")
     bad = tmp_path / "val-bad.tar"
     for samples, message in (
         ([{"png": encoded(noise(0))}], r"val-bad\.tar:val-bad/0000 has no label"),
         ([{"png": encoded(noise(0)), "cls": b"ant"}], "has no label: expected a number"),
-        ([{"cls": b"1", "txt": b"ant"}], "has no picture, only cls, txt"),
+        ([{"cls": b"1", "txt": b"ant"}], "has no image, only cls, txt"),
     ):
         write_tar(bad, samples)
         with pytest.raises(DataError, match=message):
             create_dataset(f"wds:{train},{bad}")
     bad.write_bytes(b"")
-    with pytest.raises(DataError, match=r"val-bad\.tar is corrupt, truncated or no tar file"):
+    with pytest.raises(DataError, match=r"val-bad\.tar is corrupt, truncated or not a tar file"):
         create_dataset(f"wds:{train},{bad}")
 
 
@@ -168,9 +168,7 @@ def test_corrupt_pictures_and_shards(source: str, tmp_path: Path) -> None:
     write_tar(tmp_path / "val-0001.tar", [{"cls": b"0", "png": b"nothing"}, {"cls": b"1", "png": encoded(noise(0))}])
     data = create_dataset(source)
     loader = create_eval_loader(data.val, PLAIN_EVAL, batch_size=4)
-    with pytest.raises(
-        DataError, match=r"val-0001\.tar:val-0001/0000 is not a picture, or corrupt; remove it, or skip"
-    ):
+    with pytest.raises(DataError, match=r"val-0001\.tar:val-0001/0000 is not an image, or corrupt; remove it, or skip"):
         list(loader.epoch(0))
     loader = create_eval_loader(data.val, PLAIN_EVAL, batch_size=4, corrupt="skip")
     assert sum(len(y) for _, y in loader.epoch(0)) == 7 + 1 + 7
@@ -181,13 +179,48 @@ def test_corrupt_pictures_and_shards(source: str, tmp_path: Path) -> None:
         list(loader.epoch(0))
 
 
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 1), (2, 1), (1, 2)])
+def test_training_survives_bad_images_in_small_batches(
+    source: str, tmp_path: Path, world_size: int, batch_size: int
+) -> None:
+    """The next good image of the stream takes the place of a bad one, also if a batch has no other image."""
+    for shard in range(4):
+        samples = [
+            {"cls": str(i % 3).encode(), "png": encoded(Image.new("RGB", (20, 20), (i, 0, 0)))} for i in range(9)
+        ]
+        samples[4]["png"] = b"broken"
+        write_tar(tmp_path / f"train-{shard:04d}.tar", samples)
+    data = create_dataset(source).train
+    for rank in range(world_size):
+        place = {"batch_size": batch_size, "rank": rank, "world_size": world_size, **RAW}
+        with pytest.raises(DataError, match="is not an image"):
+            list(create_train_loader(data, PLAIN, **place).epoch(0))
+        loader = create_train_loader(data, PLAIN, **place, corrupt="skip")
+        whole = list(loader.epoch(0))
+        assert [len(labels) for _, labels in whole] == [batch_size] * (36 // (batch_size * world_size))
+        assert loader.skipped
+        assert all(labels.tolist() == [n % 3 for n in numbers(images)] for images, labels in whole)
+        order = [int(n) for images, _ in whole for n in numbers(images)]
+        assert order == [int(n) for images, _ in loader.epoch(0) for n in numbers(images)]
+        rest = list(create_train_loader(data, PLAIN, **place, corrupt="skip").epoch(0, start=5))
+        assert order[5 * batch_size :] == [int(n) for images, _ in rest for n in numbers(images)]  # resumed
+
+
+def test_files_beside_shards_of_the_current_folder(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "classes.txt").write_text("ant\nbee\ncat\n")
+    monkeypatch.chdir(tmp_path)
+    assert create_dataset("wds:train-{0000..0003}.tar,val-{0000..0002}.tar").classes == ("ant", "bee", "cat")
+
+
 def test_webdataset_reads_what_we_call_its_form(source: str, tmp_path: Path) -> None:
     webdataset = pytest.importorskip("webdataset")
     samples = list(webdataset.WebDataset(str(tmp_path / "val-0000.tar"), shardshuffle=False))
     assert len(samples) == 7
     assert samples[1]["cls"] == b"1"
     piped = f"wds:pipe:cat {tmp_path}/train-0000.tar,pipe:cat {tmp_path}/val-0000.tar"
-    with pytest.raises(DataError, match=r"cannot be searched from afar: put sizes\.json and classes\.txt beside"):
+    with pytest.raises(DataError, match=r"is remote: put sizes\.json and classes\.txt beside"):
         create_dataset(piped)
     (tmp_path / "classes.txt").write_text("ant\nbee\ncat")
     (tmp_path / "sizes.json").write_text(json.dumps({"train-0000.tar": 30, "val-0000.tar": 7}))

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from tests.train.tiny import run
 from tokamix.train.loop.engine import NotFiniteError
 from tokamix.train.loop.state import read_state
-from tokamix.train.tasks import Moment
 from tokamix.train.tasks.classify import Classify
+from tokamix.train.tasks.task import Position
 
 
 @pytest.fixture
@@ -20,9 +20,9 @@ def poison(monkeypatch: pytest.MonkeyPatch):
     def set_(bad: dict[tuple[int, int], float]) -> None:
         real = Classify.loss
 
-        def loss(self: Classify, model, images, labels, moment: Moment):
-            value, logs = real(self, model, images, labels, moment)
-            factor = bad.get((moment.epoch, moment.batch), 1.0)
+        def loss(self: Classify, model, images, labels, position: Position):
+            value, logs = real(self, model, images, labels, position)
+            factor = bad.get((position.epoch, position.batch), 1.0)
             return value * factor, logs | {"loss": value * factor}
 
         monkeypatch.setattr(Classify, "loss", loss)
@@ -36,7 +36,7 @@ def test_stops_and_keeps_the_last_good_state(tmp_path: Path, poison, value: floa
     poison({(1, 3): value})
     with pytest.raises(
         NotFiniteError,
-        match=r"loss or gradient not finite at step 9, batch 3 of epoch 1 .*last good state is kept in .*--skip-nan",
+        match=r"loss or gradient not finite at step 9 \(batch 4 of epoch 2\).*last good state is in .*--skip-nan",
     ):
         run(tmp_path / "a", save_every=2, log_every=log_every)
     groups, rest = read_state(tmp_path / "a" / "state" / "state.safetensors")
@@ -50,7 +50,7 @@ def test_stops_and_keeps_the_last_good_state(tmp_path: Path, poison, value: floa
 
 def test_in_a_part_of_a_batch(tmp_path: Path, poison) -> None:
     poison({(0, 5): float("nan")})
-    with pytest.raises(NotFiniteError, match=r"at step 3, batch 2 of epoch 0 .*no state is saved yet"):
+    with pytest.raises(NotFiniteError, match=r"at step 3 \(batch 3 of epoch 1\); no state was saved"):
         run(tmp_path / "a", accumulate=2)
 
 
@@ -60,7 +60,7 @@ def test_skips_as_often_as_asked(tmp_path: Path, poison) -> None:
     assert read_state(tmp_path / "a" / "state" / "state.safetensors")[1]["skipped"] == 2
     assert all(t.isfinite().all() for t in load_file(tmp_path / "a" / "last.safetensors").values())
     assert all(torch.isfinite(torch.tensor(row["train_loss"])) for row in result.epochs)
-    with pytest.raises(NotFiniteError, match=r"at step 8, batch 2 of epoch 1 .*after 1 that were left out"):
+    with pytest.raises(NotFiniteError, match=r"at step 8 \(batch 3 of epoch 2\), after 1 skipped steps"):
         run(tmp_path / "b", skip_nan=1)
 
 

@@ -79,7 +79,7 @@ def test_betas_eps_and_momentum_reach_the_optimizer() -> None:
 def test_drop_path_changes_during_the_run() -> None:
     """STViT-L goes from 0.4 to 0.6; the layers keep their proportions."""
     recipe = TINY.replace(epochs=9, drop_path=0.4, drop_path_later={5: 0.6, 7: 0.0})
-    model = tokamix.create_model("stvit_small", drop_path_rate=DropPathSchedule.build_rate(recipe))
+    model = tokamix.create_model("stvit_small", drop_path_rate=DropPathSchedule.initial_rate(recipe))
     schedule = DropPathSchedule(model, recipe)
     layers = [m for m in model.modules() if isinstance(m, DropPath)]
 
@@ -98,7 +98,7 @@ def test_drop_path_changes_during_the_run() -> None:
     assert max(rates(8)) == 0.0
     assert max(rates(0)) == pytest.approx(0.4)
     grows = TINY.replace(epochs=9, drop_path=0.0, drop_path_later={5: 0.2})
-    model = tokamix.create_model("stvit_small", drop_path_rate=DropPathSchedule.build_rate(grows))
+    model = tokamix.create_model("stvit_small", drop_path_rate=DropPathSchedule.initial_rate(grows))
     schedule = DropPathSchedule(model, grows)
     layers = [m for m in model.modules() if isinstance(m, DropPath)]
     assert (max(rates(0)), max(rates(5))) == (0.0, pytest.approx(0.2))
@@ -122,6 +122,6 @@ def test_average_of_the_weights() -> None:
             mixed = t.is_floating_point()
             expected[name] = decay * expected[name] + (1 - decay) * t if mixed else t.clone()
     weights = {name: t.clone() for name, t in model.state_dict().items()}
-    with ema.in_place():
+    with ema.swapped():
         torch.testing.assert_close(dict(model.state_dict()), expected)
     assert all(torch.equal(t, weights[name]) for name, t in model.state_dict().items())

@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.data.annotated.files import content, thing, write_coco
+from tests.train.launch import DENSE_RUNS, MASKS, SMALL_STVIT
 from tests.train.loop.test_resume import Stop, stop_at
 from tests.train.tiny import assert_same_bits, tiny_data
 from tests.train.tiny import run as run_classifier
@@ -21,16 +22,14 @@ from tokamix.data import Loader, create_dataset
 from tokamix.dense import create_segmenter
 from tokamix.evaluate import evaluate
 from tokamix.inference import load_model
-from tokamix.train import train
+from tokamix.train import RunResult, train
 from tokamix.train.loop.engine import NotFiniteError
-from tokamix.train.loop.epochs import Rounds
+from tokamix.train.loop.epochs import FixedLengthEpochs
 from tokamix.train.loop.optim import create_optimizer, create_scheduler
-from tokamix.train.tasks.dense import SHOWN, Dense
+from tokamix.train.tasks.dense import SHEET_IMAGES, Dense
 from tokamix.train.tasks.segment import Segment
 
-ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
-MASKS = {"method": "mask_rcnn", "method_kwargs": {"width": 16, "rois_per_image": 32}}
 
 
 def test_segmentation_is_learned(tmp_path: Path) -> None:
@@ -59,9 +58,9 @@ def test_detection_is_learned(tmp_path: Path) -> None:
 
 CASES = {
     "segment": {"ema": 0.9, "accumulate": 2, "photometric": True, "scale": (64, 40), "scale_range": (0.5, 2.0)},
-    "upernet": {"method": "upernet", "method_kwargs": {"width": 16}, "precision": "bf16", "cat_max": 0.75},
+    "upernet": {"method": "upernet", "method_kwargs": {"width": 16}, "cat_max": 0.75},
     "detect": {"ema": 0.9, "scales": (24, 32, 40), "scale": (64, 32), "backbone": "stvit_small", "drop_path": 0.1}
-    | {"model_kwargs": {"dims": [16] * 4, "depths": [1] * 4, "num_heads": [2] * 4, "stoken_sizes": [4, 2, 1, 1]}},
+    | {"model_kwargs": SMALL_STVIT},
     "masks": {**MASKS, "iterations": 4, "eval_every": 2},
     "cascade": {**MASKS, "method": "cascade_mask_rcnn", "iterations": 2, "eval_every": 1, "batch_size": 2},
 }
@@ -72,42 +71,31 @@ STOPS = [("segment", 2), ("segment", 4), ("upernet", 4), ("detect", 4), ("masks"
 
 
 @pytest.mark.parametrize(("name", "update"), STOPS)
-def test_going_on_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, update: int) -> None:
+def test_resuming_is_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Callable[..., RunResult], name: str, update: int
+) -> None:
     task = "segment" if name in ("segment", "upernet") else "detect"
     settings = {"save_every": 1, **CASES[name]}
-    whole = run(task, tmp_path / "whole", **settings)
+    whole = reference(task, **settings)
     stop_at(monkeypatch, update)
     with pytest.raises(Stop):
         run(task, tmp_path / "broken", **settings)
     monkeypatch.undo()
     torch.manual_seed(123)
     resumed = run(task, tmp_path / "broken", **settings)
-    assert_same_bits(tmp_path / "whole", tmp_path / "broken")
+    assert_same_bits(whole.folder, resumed.folder)
     assert resumed.best == whole.best
-    sheets = [{p.name: p.read_bytes() for p in (tmp_path / n / "pictures").iterdir()} for n in ("whole", "broken")]
+    sheets = [{p.name: p.read_bytes() for p in (r.folder / "pictures").iterdir()} for r in (whole, resumed)]
     assert sheets[0] == sheets[1]
 
 
-def test_two_processes(tmp_path: Path) -> None:
-    """Each measures its share of the images; together they get the numbers of one process, for every method."""
-    normed = {key: CASES["detect"][key] for key in ("backbone", "model_kwargs")}  # its finest level has an idle norm
-    runs = [
-        {"task": "segment", "output": str(tmp_path / "segment"), "iterations": 2, "eval_every": 2},
-        {"task": "detect", "output": str(tmp_path / "normed"), "iterations": 2, "eval_every": 2, **normed},
-        {"task": "detect", "output": str(tmp_path / "detect"), "iterations": 2, "eval_every": 2},
-        {"task": "detect", "output": str(tmp_path / "masks"), "iterations": 2, "eval_every": 2, **MASKS},
-        {"task": "detect", "output": str(tmp_path / "cascade"), "iterations": 1, "eval_every": 1, **MASKS}
-        | {"method": "cascade_mask_rcnn"},
-    ]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.train.dense_worker", json.dumps(runs)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "BatchNorm sees the images of each process alone" in done.stderr
-    for settings in runs:
-        task, folder = settings["task"], Path(settings["output"])
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        alone = evaluate(folder, tiny_scenes(task), device="cpu").metrics
+def test_two_processes(two_processes: tuple[Path, subprocess.CompletedProcess]) -> None:
+    """Each process evaluates its part of the images; the metrics equal those of one process, for every method."""
+    root, job = two_processes
+    assert "BatchNorm uses the images of each process alone" in job.stderr
+    for name, settings in DENSE_RUNS.items():
+        rows = [json.loads(line) for line in (root / name / "metrics.jsonl").read_text().splitlines()]
+        alone = evaluate(root / name, tiny_scenes(settings["task"]), device="cpu")
         shared = {key: rows[-1][key] for key in alone if "/" not in key}
         assert shared == pytest.approx({key: alone[key] for key in shared}, abs=1e-6)
         assert len(shared) >= 3
@@ -128,7 +116,7 @@ def test_the_folder(tmp_path: Path) -> None:
     found = evaluate(tmp_path / "a", data, device="cpu", batch_size=2)
     assert found["miou"] == pytest.approx(result.score)
     assert found["iou/background"] > 0
-    kept = {f"epoch_{n:04}.png" for n in {result.best["epoch"] + 1, 4, 5, 6}}
+    kept = {f"epoch_{n:04}.png" for n in {result.best["epoch"], 4, 5, 6}}
     assert {p.name for p in (tmp_path / "a" / "pictures").iterdir()} == kept
     with Image.open(tmp_path / "a" / "pictures" / "epoch_0006.png") as sheet:
         assert sheet.size[0] > 3 * 320
@@ -144,9 +132,9 @@ def first_weights(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     real = Dense.prepare
 
-    def prepare(self: Dense, model: torch.nn.Module) -> None:
+    def prepare(self: Dense, model: torch.nn.Module, accelerator) -> None:
         found.update({name: t.clone() for name, t in model.state_dict().items()})
-        real(self, model)
+        real(self, model, accelerator)
 
     monkeypatch.setattr(Dense, "prepare", prepare)
     return found
@@ -164,7 +152,9 @@ def test_starting_from_a_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert len(body) > 30
         assert all(torch.equal(t, old[name]) for name, t in body.items())
         (tmp_path / "a" / "state" / "state.safetensors").unlink()
-    with pytest.raises(ValueError, match="starts from trained weights; give them with --checkpoint, or --pretrained"):
+    with pytest.raises(
+        ValueError, match="starts from trained weights; give them with --checkpoint, or use --pretrained"
+    ):
         run("detect", tmp_path / "b", finetune=True)
 
 
@@ -185,14 +175,14 @@ def test_starting_from_a_segmenter(
     alone = {"checkpoint": tmp_path / "alone.safetensors", "iterations": 1, "eval_every": 1, "seed": 5}
     run("segment", tmp_path / "alone", data, **alone)
     (message,) = caplog.messages
-    assert message.endswith("says nothing of its method: the backbone alone is taken; give the run's folder")
+    assert message.endswith("does not name its method: only the backbone is loaded; give the run's folder")
     assert all(torch.equal(t, old[name]) for name, t in start.items() if name.startswith("backbone."))
     assert not all(torch.equal(t, old[name]) for name, t in start.items())
     fewer = replace(data, classes=data.classes[:5])
     for part in (fewer.train, fewer.val):
         part.classes, part.category_ids = part.classes[:5], part.category_ids[:5]
         for i in range(len(part)):
-            scene = part.scene(i)
+            scene = part.sample(i)
             scene.segmentation = scene.segmentation.clamp(max=4)
     run("segment", tmp_path / "fewer", fewer, checkpoint=tmp_path / "old", iterations=1, eval_every=1, seed=5)
     fresh = {name for name, t in start.items() if t.shape != old[name].shape or not torch.equal(t, old[name])}
@@ -200,7 +190,7 @@ def test_starting_from_a_segmenter(
     run("detect", tmp_path / "detector", checkpoint=tmp_path / "old", iterations=1, eval_every=1, seed=5)
     shared = {name for name, t in start.items() if name in old and torch.equal(t, old[name])}
     assert {name for name in start if name.startswith("backbone.body.")} <= shared
-    with pytest.raises(ValueError, match="holds no classifier, but semantic_fpn for the task segment"):
+    with pytest.raises(ValueError, match="is not a classifier, but semantic_fpn for task segment"):
         run_classifier(tmp_path / "c", checkpoint=tmp_path / "old")
 
 
@@ -221,7 +211,7 @@ def test_pictures_that_cannot_be_read(tmp_path: Path, task: str) -> None:
     result = run(task, tmp_path / "a", data, corrupt="skip", iterations=1, eval_every=1, batch_size=2)
     assert len(result.epochs) == 1
     with Image.open(tmp_path / "a" / "pictures" / "epoch_0001.png") as sheet:
-        assert sheet.height > SHOWN * 240  # so many rows of 320 x 256
+        assert sheet.height > SHEET_IMAGES * 240  # so many rows of 320 x 256
 
 
 def test_boxes_do_not_need_masks(tmp_path: Path) -> None:
@@ -234,12 +224,12 @@ def test_boxes_do_not_need_masks(tmp_path: Path) -> None:
 def test_no_run_ends_for_want_of_a_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def truth(self, scene):
-        raise ValueError("no truth")
+    def ground_truth(self, sample):
+        raise ValueError("no ground truth")
 
-    monkeypatch.setattr(Segment, "truth", truth)
+    monkeypatch.setattr(Segment, "ground_truth", ground_truth)
     assert len(run("segment", tmp_path).epochs) == 2
-    assert caplog.messages == ["there is no picture of predictions: ValueError: no truth"]
+    assert caplog.messages == ["predictions cannot be drawn: ValueError: no ground truth"]
     assert not (tmp_path / "pictures").exists()
 
 
@@ -249,11 +239,11 @@ def test_pictures_show_the_best_weights(tmp_path: Path, monkeypatch: pytest.Monk
     scores = iter([2.0, 3.0] if averaged else [3.0, 2.0])
     shown: list[dict[str, torch.Tensor]] = []
 
-    def picture(self, model):
+    def draw_predictions(self, model):
         shown.append({name: t.clone() for name, t in model.state_dict().items()})
 
     monkeypatch.setattr(Segment, "evaluate", lambda *args: {"miou": next(scores)})
-    monkeypatch.setattr(Segment, "picture", picture)
+    monkeypatch.setattr(Segment, "draw_predictions", draw_predictions)
     result = run("segment", tmp_path, ema=0.9, iterations=3, eval_every=3)
     assert result.best["averaged"] == averaged
     best = load_file(tmp_path / "model.safetensors")
@@ -289,14 +279,14 @@ def test_compiled_for_all_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_statistics_of_all_processes(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     """Every BatchNorm is converted, those with an activation inside too, and the model answers as before."""
     model = create_segmenter("semantic_fpn", body, 3, width=16, neck_width=16).eval()
-    task = Segment(SEGMENT, tiny_scenes("segment"), {})
+    task = Segment(SEGMENT, tiny_scenes("segment"))
     image = torch.randn(1, 3, 64, 64)
     before = model(image)
     norms = sum(isinstance(m, torch.nn.BatchNorm2d) for m in model.modules())
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *args: 2)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda *args: "nccl")
-    task.prepare(model)
+    task.prepare(model, None)
     assert sum(isinstance(m, torch.nn.SyncBatchNorm) for m in model.modules()) == norms > 5
     assert not any(isinstance(m, torch.nn.BatchNorm2d) for m in model.modules())
     assert torch.equal(model(image), before)
@@ -305,19 +295,19 @@ def test_statistics_of_all_processes(monkeypatch: pytest.MonkeyPatch, body: str)
 def test_a_loss_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Dense.loss
 
-    def loss(self, model, images, targets, moment):
-        value, logs = real(self, model, images, targets, moment)
-        if (moment.epoch, moment.batch) == (0, 1):
+    def loss(self, model, images, targets, position):
+        value, logs = real(self, model, images, targets, position)
+        if (position.epoch, position.batch) == (0, 1):
             value = value * torch.nan
         return value, {**logs, "loss": value}
 
     monkeypatch.setattr(Dense, "loss", loss)
-    with pytest.raises(NotFiniteError, match="not finite at step 2, batch 1 of epoch 0"):
+    with pytest.raises(NotFiniteError, match="not finite at step 2 \\(batch 2 of epoch 1"):
         run("segment", tmp_path / "a")
     assert len(run("segment", tmp_path / "b", skip_nan=1).epochs) == 2
 
 
-def test_rounds() -> None:
+def test_intervals() -> None:
     """Batches follow each other over the ends of the data's epochs, and are the same ones from any start."""
 
     class Three:
@@ -333,12 +323,12 @@ def test_rounds() -> None:
 
         endless = Loader.endless
 
-    rounds = Rounds(Three(), 5)  # type: ignore[arg-type]
-    assert len(rounds) == 5
-    both = [*rounds.epoch(0), *rounds.epoch(1)]
+    intervals = FixedLengthEpochs(Three(), 5)  # type: ignore[arg-type]
+    assert len(intervals) == 5
+    both = [*intervals.epoch(0), *intervals.epoch(1)]
     assert both == [(e, s) for e in range(4) for s in range(3)][:10]
     assert Three.started == [(0, 0), (1, 0), (2, 0), (3, 0)]  # nothing is read twice
-    assert list(Rounds(Three(), 5).epoch(1, start=2)) == both[7:]  # type: ignore[arg-type]
+    assert list(FixedLengthEpochs(Three(), 5).epoch(1, start=2)) == both[7:]  # type: ignore[arg-type]
 
 
 def rates(recipe, steps: int, updates) -> list[float]:
@@ -363,27 +353,46 @@ def test_poly_and_step() -> None:
 
 
 def test_what_cannot_be_trained(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the recipe tiny_detect is for the task detect, not segment"):
+    with pytest.raises(ValueError, match="the recipe tiny_detect is for task detect, not segment"):
         train(None, tiny_scenes("detect"), DETECT, tmp_path, task="segment", device="cpu")
-    with pytest.raises(ValueError, match="task segment needs scenes, but tiny holds images with one label each"):
+    with pytest.raises(ValueError, match="needs annotated images, but tiny has images with one label each"):
         run("segment", tmp_path, tiny_data())
-    with pytest.raises(ValueError, match="classifies images, but tiny scenes was opened for another task"):
+    with pytest.raises(ValueError, match="is for task classify, but tiny scenes was opened for another task"):
         run_classifier(tmp_path, data=tiny_scenes("segment"))
-    with pytest.raises(ValueError, match="UperNet has its own pyramid and takes no neck 'atm_fpn'"):
+    with pytest.raises(ValueError, match="UperNet has its own pyramid and takes no neck, got 'atm_fpn'"):
         run("segment", tmp_path, method="upernet", neck="atm_fpn", method_kwargs={})
-    with pytest.raises(ValueError, match="neither semantic_fpn nor test_resnet takes an argument 'depths'"):
+    with pytest.raises(ValueError, match="neither semantic_fpn nor test_resnet has an argument 'depths'"):
         run("segment", tmp_path, model_kwargs={"depths": [1]})
     with pytest.raises(ValueError, match="there is no model 'stvit_smal'; did you mean stvit_small"):
         run("segment", tmp_path, backbone="stvit_smal")
-    with pytest.raises(ValueError, match="builds its model itself; give the name of a backbone"):
+    with pytest.raises(ValueError, match="creates its model itself; give the name of a backbone"):
         run("segment", tmp_path, backbone=torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="--fsdp cannot shard the parts of a model for segment"):
+    with pytest.raises(ValueError, match="--fsdp supports classifiers only, not task segment"):
         run("segment", tmp_path, fsdp=True)
     boxes = tiny_scenes("detect")
     boxes.train.has_masks = False
     with pytest.raises(ValueError, match="mask_rcnn learns masks, but the annotations have boxes alone"):
         run("detect", tmp_path, boxes, **MASKS)
-    with pytest.raises(ValueError, match="10 training pictures do not fill one batch of 16"):
+    with pytest.raises(ValueError, match="10 training images do not fill one batch of 16"):
         run("segment", tmp_path, batch_size=16)
     with pytest.raises(ValueError, match="names no model; give one with --model"):
         train(None, tiny_scenes("segment"), task="segment", output=tmp_path, device="cpu")
+
+
+def test_other_classes_than_the_models(tmp_path: Path) -> None:
+    run("segment", tmp_path / "a", iterations=1, eval_every=1)
+    data = tiny_scenes("segment")
+    renamed = replace(data, classes=("ground", *data.classes[1:]))
+    with pytest.raises(ValueError, match="class 0 of the model is 'background', but that of tiny scenes is 'ground'"):
+        evaluate(tmp_path / "a", renamed, device="cpu")
+    with pytest.raises(ValueError, match="the model has 9 classes, but tiny scenes has 4"):
+        evaluate(tmp_path / "a", replace(data, classes=data.classes[:4]), device="cpu")
+    with pytest.raises(ValueError, match="'lr' is not an inference option; choose from"):
+        evaluate(tmp_path / "a", data, overrides=["lr=1"], device="cpu")
+    with pytest.raises(FileNotFoundError, match="there is no run folder and no checkpoint file"):
+        load_model(tmp_path / "none")
+    (tmp_path / "a" / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors"):
+        load_model(tmp_path / "a")
+    with pytest.raises(FileNotFoundError, match="neither a run's folder nor a timm model's"):
+        load_model(tmp_path)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from tests.train.tiny import TINY, run, tiny_data
 from tokamix.train.setup.teacher import Teacher, load_teacher
-from tokamix.train.tasks import Moment
 from tokamix.train.tasks.distill import Distill
+from tokamix.train.tasks.task import Position
 
 CPU = torch.device("cpu")
 STUDENT = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
@@ -44,9 +44,9 @@ def test_losses_are_the_papers(kind: str, token: bool) -> None:
     images, labels, taught = torch.randn(6, 3, 2, 2), torch.arange(6) % 4, torch.randn(6, 4) * 3
     recipe = TINY.replace(distillation=kind, teacher="t", distill_alpha=0.3, distill_tau=2.0, label_smoothing=0.1)
     model: nn.Module = TwoTokens() if token else nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
-    task = Distill(recipe, 4, fixed_teacher(taught))
-    task.prepare(model)
-    loss, logs = task.loss(model, images, labels, Moment(0, 0, 0))
+    task = Distill(recipe, tiny_data(), fixed_teacher(taught))
+    task.prepare(model, None)
+    loss, logs = task.loss(model, images, labels, Position(0, 0, 0))
     answers = model(images)
     one, other = answers if token else (answers, answers)
     assert torch.equal(one, other) != token
@@ -64,9 +64,9 @@ def test_losses_are_the_papers(kind: str, token: bool) -> None:
 def test_a_distilled_model_of_timm() -> None:
     model = timm.create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=2, embed_dim=48, num_classes=4)
     recipe = TINY.replace(distillation="hard", teacher="t")
-    task = Distill(recipe, 4, fixed_teacher(torch.randn(2, 4)))
-    task.prepare(model)
-    loss, _ = task.loss(model.train(), torch.randn(2, 3, 32, 32), torch.tensor([0, 1]), Moment(0, 0, 0))
+    task = Distill(recipe, tiny_data(), fixed_teacher(torch.randn(2, 4)))
+    task.prepare(model, None)
+    loss, _ = task.loss(model.train(), torch.randn(2, 3, 32, 32), torch.tensor([0, 1]), Position(0, 0, 0))
     loss.backward()
     assert model.head_dist.weight.grad.abs().sum() > 0
     assert model.eval()(torch.randn(2, 3, 32, 32)).shape == (2, 4)
@@ -122,9 +122,9 @@ def test_a_checkpoint_with_its_models_name(tmp_path: Path) -> None:
 
 def test_teachers_that_cannot_teach(teacher_run: Path, onnx_file: Path, tmp_path: Path) -> None:
     for source in (teacher_run, onnx_file):
-        with pytest.raises(ValueError, match="tells 4 classes apart, but the data has 5"):
+        with pytest.raises(ValueError, match="has 4 classes, but the data has 5"):
             as_teacher(str(source), classes=5)
-    with pytest.raises(ValueError, match=r"does not say of which model; write NAME@w.pth"):
+    with pytest.raises(ValueError, match=r"has weights but no model name; write NAME@w.pth"):
         as_teacher("w.pth")
     with pytest.raises(FileNotFoundError, match=r"there is no teacher .*none.onnx"):
         as_teacher(str(tmp_path / "none.onnx"))

@@ -10,7 +10,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
 from tokamix.data.annotated.datasets import AnnotatedDataset, AnnotatedImage
-from tokamix.data.annotated.transforms import train_detect, train_segment, transform_for_eval
+from tokamix.data.annotated.transforms import augment_detect, augment_segment, resize_for_eval
 from tokamix.data.batches import IndexOrder
 from tokamix.data.decode import DataError
 from tokamix.data.loading import BatchReader, Corrupt, WorkerLoader
@@ -137,7 +137,7 @@ class AnnotatedLoader(WorkerLoader):
             for image, (height, width) in zip(images, layout.entries, strict=True):
                 image[:, height:], image[:, :, width:] = 0, 0
             return images, classes
-        targets = _unpacked(layout, tensors)
+        targets = _unpack(layout, tensors)
         for target in targets:
             if "segmentation" in target:
                 target["segmentation"] = target["segmentation"].long()
@@ -155,11 +155,11 @@ class _Reader(BatchReader):
 
     def decode(self, item: Any) -> tuple[int, AnnotatedImage]:
         """Decode a sample and return it with its index."""
-        return item, self.dataset.scene(item, masks=self.masks)
+        return item, self.dataset.sample(item, masks=self.masks)
 
     def collate(self, samples: list[tuple[int, int, Any]]) -> tuple[_Layout, list[Tensor]]:
         """Transform the samples and pack them."""
-        return _packed([self._target(epoch, position, *sample) for epoch, position, sample in samples])
+        return _pack([self._target(epoch, position, *sample) for epoch, position, sample in samples])
 
     @abstractmethod
     def transform(self, sample: AnnotatedImage, epoch: int, position: int) -> AnnotatedImage:
@@ -185,8 +185,9 @@ class _TrainReader(_Reader):
 
     def transform(self, sample: AnnotatedImage, epoch: int, position: int) -> AnnotatedImage:
         """Augment a sample."""
-        draw = np.random.default_rng(key(self.order.seed, epoch, position, "scene"))
-        return (train_segment if self.task == "segment" else train_detect)(sample, self.recipe, draw)
+        rng = np.random.default_rng(key(self.order.seed, epoch, position, "scene"))
+        augment = augment_segment if self.task == "segment" else augment_detect
+        return augment(sample, self.recipe, rng)
 
     def collate(self, samples: list[tuple[int, int, Any]]) -> tuple[_Layout, list[Tensor]]:
         """Augment the samples; those of a segmenter are padded to one size."""
@@ -210,10 +211,10 @@ class _EvalReader(_Reader):
 
     def transform(self, sample: AnnotatedImage, epoch: int, position: int) -> AnnotatedImage:
         """Resize a sample."""
-        return transform_for_eval(sample, self.config)
+        return resize_for_eval(sample, self.config)
 
 
-def _packed(targets: Targets) -> tuple[_Layout, list[Tensor]]:
+def _pack(targets: Targets) -> tuple[_Layout, list[Tensor]]:
     """All tensors of a batch in one for each kind of number: each costs a file handle on its way out of a worker."""
     layout: Targets = []
     flat: dict[torch.dtype, list[Tensor]] = {}
@@ -226,8 +227,8 @@ def _packed(targets: Targets) -> tuple[_Layout, list[Tensor]]:
     return _Layout(layout), [torch.cat(parts) for parts in flat.values()]
 
 
-def _unpacked(layout: _Layout, tensors: list[Tensor]) -> Targets:
-    """What `_packed` was given; its tensors are views."""
+def _unpack(layout: _Layout, tensors: list[Tensor]) -> Targets:
+    """What `_pack` was given; its tensors are views."""
     flat = {tensor.dtype: tensor for tensor in tensors}
     used = dict.fromkeys(flat, 0)
 

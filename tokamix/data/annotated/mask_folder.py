@@ -1,17 +1,17 @@
-"""Folders of pictures with a class for each pixel, in the layouts of VOC, ADE20K and those that take after them.
+"""Folders of images with semantic masks, in the layouts of VOC, ADE20K and similar data sets.
 
-Pictures and masks lie in two folders (JPEGImages and SegmentationClass; images and annotations or masks; img_dir and
-ann_dir) and belong together by name. What is for training and validation is told by folders in them (training,
-validation), by lists (ImageSets/Segmentation/train.txt, or train.txt) or, where nothing tells, a fifth is held out.
+Images and masks are in two folders (JPEGImages and SegmentationClass; images and annotations or masks; img_dir and
+ann_dir) and are matched by name. Training and validation are separated by subfolders (training, validation) or by lists
+(ImageSets/Segmentation/train.txt, or train.txt); otherwise a fifth is held out.
 
-The names of the classes stand in classes.json or classes.txt, or in ADE20K's objectInfo150.txt; VOC's are known. Masks
-are PNG files whose values are classes; a palette is only for looking at.
+Class names are read from classes.json or classes.txt, or from ADE20K's objectInfo150.txt; VOC's are built in. Masks are
+PNG files whose values are classes; palettes are ignored.
 
 Options of a source (`masks:PATH?zero=ignore&classes=150`):
 
-- `zero`: 0 counts for nothing, and the classes start at 1 (`ignore`), or 0 is a class (`class`). By default `ignore`
-  where objectInfo150.txt lies in the folder, since ADE20K is made so, and `class` elsewhere. 255 never counts.
-- `classes`: how many there are, where no file names them.
+- `zero`: `ignore` (pixels of 0 are ignored, and classes start at 1) or `class` (0 is a class). Default: `ignore` if the
+  folder has objectInfo150.txt, as for ADE20K, otherwise `class`. 255 is always ignored.
+- `classes`: number of classes, if no file names them.
 """
 
 import json
@@ -25,12 +25,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tokamix.data.annotated.datasets import AnnotatedDataset, AnnotatedImage, check_options, held_out
-from tokamix.data.decode import EXTENSIONS, DataError, scene_picture
+from tokamix.data.annotated.datasets import AnnotatedDataset, AnnotatedImage
+from tokamix.data.annotated.sources import check_options
+from tokamix.data.decode import EXTENSIONS, DataError, first_line, read_oriented_image
+from tokamix.data.splits import split_indices
 from tokamix.tasks import IGNORE_INDEX
 
 OPTIONS: dict[str, tuple[str, ...]] = {"zero": ("ignore", "class"), "classes": ()}
-PICTURES = ("JPEGImages", "images", "img_dir", "imgs")
+IMAGES = ("JPEGImages", "images", "img_dir", "imgs")
 MASKS = ("SegmentationClass", "annotations", "masks", "ann_dir", "labels")
 PARTS = {"train": ("train", "training"), "val": ("val", "validation", "valid", "test")}
 ADE_NAMES = "objectInfo150.txt"
@@ -41,29 +43,39 @@ VOC = (
 
 
 def open_masks(path: str, options: dict[str, str]) -> tuple[AnnotatedDataset, AnnotatedDataset]:
-    """What is for training, and what for validation."""
+    """Open the training and validation splits; see `open_annotated`."""
     check_options(f"masks:{path}", options, OPTIONS)
-    given = Path(path).expanduser()
-    roots = [given, given / "VOC2012", given / "VOCdevkit" / "VOC2012"]
-    root = next((r for r in roots if _folder(r, PICTURES) and _folder(r, MASKS)), None)
+    folder = Path(path).expanduser()
+    root = _find_root(folder)
     if root is None:
         raise DataError(
-            f"{given} has no folders for pictures ({', '.join(PICTURES)}) and masks ({', '.join(MASKS)})"
-            if given.is_dir()
-            else f"there is no folder {given}"
+            f"{folder} has no folders of images ({', '.join(IMAGES)}) and masks ({', '.join(MASKS)})"
+            if folder.is_dir()
+            else f"the folder {folder} does not exist"
         )
     ignore_zero = options.get("zero", "ignore" if (root / ADE_NAMES).is_file() else "class") == "ignore"
-    classes = _classes(root, options.get("classes"))
-    train, val = (MaskFolder(pictures, masks, classes, ignore_zero) for pictures, masks in _pairs(root))
+    classes = _class_names(root, options.get("classes"))
+    train, val = (MaskFolder(images, masks, classes, ignore_zero) for images, masks in _pairs(root))
     return train, val
+
+
+def is_mask_folder(folder: Path) -> bool:
+    """Whether a folder has images with masks."""
+    root = _find_root(folder)
+    masks = _folder(root, MASKS) if root else None
+    return masks is not None and any(path.suffix.lower() in EXTENSIONS for path in masks.rglob("*"))
+
+
+def _find_root(folder: Path) -> Path | None:
+    roots = [folder, folder / "VOC2012", folder / "VOCdevkit" / "VOC2012"]
+    return next((root for root in roots if _folder(root, IMAGES) and _folder(root, MASKS)), None)
 
 
 def _folder(root: Path, names: Sequence[str]) -> Path | None:
     return next((root / name for name in names if (root / name).is_dir()), None)
 
 
-def _classes(root: Path, count: str | None) -> tuple[str, ...]:
-    """The names of the classes."""
+def _class_names(root: Path, count: str | None) -> tuple[str, ...]:
     if count is not None:
         if not count.isdigit() or not 0 < int(count) <= IGNORE_INDEX:
             raise DataError(f"masks:{root}: classes is {count!r}, but must be a number from 1 to {IGNORE_INDEX}")
@@ -74,7 +86,7 @@ def _classes(root: Path, count: str | None) -> tuple[str, ...]:
             names = content["classes"] if isinstance(content, dict) else content
             return tuple(map(str, names))
         except (ValueError, KeyError, TypeError):
-            raise DataError(f"{file} is no list of names, nor {{'classes': [names]}}") from None
+            raise DataError(f"{file} is neither a list of names nor {{'classes': [names]}}") from None
     if (file := root / "classes.txt").is_file():
         return tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
     if (file := root / ADE_NAMES).is_file():
@@ -83,47 +95,46 @@ def _classes(root: Path, count: str | None) -> tuple[str, ...]:
     if (root / "JPEGImages").is_dir() and (root / "SegmentationClass").is_dir():
         return VOC
     raise DataError(
-        f"nothing in {root} names the classes; write classes.txt with a name in each line, or masks:{root}?classes=150"
+        f"{root} has no class names; write classes.txt with one name per line, or use masks:{root}?classes=150"
     )
 
 
 def _pairs(root: Path) -> list[tuple[list[Path], list[Path]]]:
-    """Pictures and masks for training, and for validation."""
-    pictures, masks = _folder(root, PICTURES), _folder(root, MASKS)
-    assert pictures is not None
+    """Images and masks for training and for validation."""
+    images, masks = _folder(root, IMAGES), _folder(root, MASKS)
+    assert images is not None
     assert masks is not None
-    found = []
+    splits = []
     for part, names in PARTS.items():
-        parts = _folder(pictures, names), _folder(masks, names)
+        folders = _folder(images, names), _folder(masks, names)
         lists = [root / "ImageSets/Segmentation" / f"{part}.txt", root / f"{part}.txt"]
         listed = next((file for file in lists if file.is_file()), None)
-        if all(parts):
-            found.append(_matched(*parts))  # type: ignore[arg-type]
+        if all(folders):
+            splits.append(_match(*folders))  # type: ignore[arg-type]
         elif listed:
-            found.append(_matched(pictures, masks, listed))
-    if len(found) == 1:
-        raise DataError(f"{root} tells either what is for training or what is for validation; it must tell both")
-    if found:
-        return found
-    files, targets = _matched(pictures, masks)
-    return [([files[i] for i in part], [targets[i] for i in part]) for part in held_out(len(files), root)]
+            splits.append(_match(images, masks, listed))
+    if len(splits) == 1:
+        raise DataError(f"{root} has either a training or a validation split; it must have both or none")
+    if splits:
+        return splits
+    image_files, mask_files = _match(images, masks)
+    indices = split_indices(len(image_files), root)
+    return [([image_files[i] for i in part], [mask_files[i] for i in part]) for part in indices]
 
 
-def _matched(pictures: Path, masks: Path, listed: Path | None = None) -> tuple[list[Path], list[Path]]:
-    """Pictures and their masks, by name: those of a list, or all."""
-    there = [_by_name(folder) for folder in (pictures, masks)]
-    names = sorted(there[0])
+def _match(images: Path, masks: Path, listed: Path | None = None) -> tuple[list[Path], list[Path]]:
+    """The images of a list, or all, with their masks."""
+    image_files, mask_files = _by_name(images), _by_name(masks)
+    names = sorted(image_files)
     if listed:
         names = [line.split()[0] for line in listed.read_text().splitlines() if line.strip()]
-        if missing := [name for name in names if name not in there[0]]:
-            raise DataError(
-                f"{listed} lists {missing[0]}, but {pictures} has no such picture ({len(missing)} are missing)"
-            )
+        if missing := [name for name in names if name not in image_files]:
+            raise DataError(f"{missing[0]} of {listed} is not in {images} ({len(missing)} images are missing)")
     if not names:
-        raise DataError(f"{listed or pictures} has no pictures")
-    if missing := [name for name in names if name not in there[1]]:
-        raise DataError(f"{there[0][missing[0]]} has no mask in {masks} ({len(missing)} of {len(names)} have none)")
-    return [there[0][name] for name in names], [there[1][name] for name in names]
+        raise DataError(f"{listed or images} has no images")
+    if missing := [name for name in names if name not in mask_files]:
+        raise DataError(f"{image_files[missing[0]]} has no mask in {masks} ({len(missing)} of {len(names)} have none)")
+    return [image_files[name] for name in names], [mask_files[name] for name in names]
 
 
 def _by_name(folder: Path) -> dict[str, Path]:
@@ -132,12 +143,12 @@ def _by_name(folder: Path) -> dict[str, Path]:
 
 
 class MaskFolder(AnnotatedDataset):
-    """Pictures, each with a class for each pixel."""
+    """Images with semantic masks."""
 
     has_masks = False
 
     def __init__(self, files: Sequence[Path], masks: Sequence[Path], classes: Sequence[str], ignore_zero: bool) -> None:
-        # arrays, since a list of many objects would be copied into each worker, touch by touch
+        # arrays: worker processes would copy lists of many objects
         self.files, self.masks = (np.array([os.fsencode(f) for f in part], dtype=np.bytes_) for part in (files, masks))
         self.classes, self.ignore_zero = tuple(classes), ignore_zero
         self.category_ids = tuple(range(int(ignore_zero), len(classes) + int(ignore_zero)))
@@ -145,20 +156,22 @@ class MaskFolder(AnnotatedDataset):
     def __len__(self) -> int:
         return len(self.files)
 
-    def has_things(self) -> bool:
-        """There are none, only classes of pixels."""
+    def has_objects(self) -> bool:
+        """False: there are only semantic masks."""
         return False
 
     def name_of(self, i: int) -> str:
-        """The picture's path."""
+        """Path of image i."""
         return os.fsdecode(self.files[i])
 
-    def scene(self, i: int, masks: bool = True) -> AnnotatedImage:
-        """Scene i, decoded; it has no things, only classes of pixels."""
+    def sample(self, i: int, masks: bool = True) -> AnnotatedImage:
+        """Decode sample i, which has a semantic mask, but no objects."""
         mask = os.fsdecode(self.masks[i])
         classes = self._read(mask)
         return AnnotatedImage(
-            image=scene_picture(Path(self.name_of(i)), (classes.shape[0], classes.shape[1]), f"its mask {mask} is"),
+            image=read_oriented_image(
+                Path(self.name_of(i)), (classes.shape[0], classes.shape[1]), f"its mask {mask} is"
+            ),
             boxes=torch.zeros(0, 4),
             labels=torch.zeros(0, dtype=torch.int64),
             masks=None,
@@ -169,19 +182,18 @@ class MaskFolder(AnnotatedDataset):
         )
 
     def _read(self, path: str) -> Tensor:
-        """Classes of pixels (H, W), from 0."""
+        """Read a semantic mask (H, W) with classes from 0."""
         try:
             with Image.open(path) as image:
                 values = np.array(image)
                 mode = image.mode
         except FileNotFoundError:
-            raise DataError(f"{path} does not exist any more") from None
+            raise DataError(f"{path} does not exist") from None
         except Exception as error:  # decoders raise nearly anything on corrupt input
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise DataError(f"{path} is no mask that can be read: {reason}") from None
+            raise DataError(f"{path} is not a readable mask: {first_line(error)}") from None
         if values.ndim != 2:
             raise DataError(
-                f"{path} is a picture of {values.shape[2]} channels ({mode}), but a mask has one class a pixel"
+                f"{path} has {values.shape[2]} channels ({mode}), but a mask has one: the class of each pixel"
             )
         first, last = int(self.ignore_zero), len(self.classes) - 1 + int(self.ignore_zero)
         wrong = (values > last) & (values != IGNORE_INDEX)
@@ -191,10 +203,10 @@ class MaskFolder(AnnotatedDataset):
                 f" ({IGNORE_INDEX} is ignored)"
             )
         classes = torch.from_numpy(values.astype(np.uint8, copy=False))
-        if self.ignore_zero:  # 0 becomes 255, which 255 - 1 must not leave
+        if self.ignore_zero:  # 0 becomes 255 by underflow, and 255 stays
             classes = torch.where(classes == IGNORE_INDEX, classes, classes - 1)
         return classes
 
     def coco_dict(self) -> dict[str, Any]:
-        """There are no things in it."""
-        raise DataError(f"{self.name_of(0)} and the others have classes of pixels, but no things")
+        """Not possible: there are no objects."""
+        raise DataError(f"{self.name_of(0)} and the other images have semantic masks, but no objects")

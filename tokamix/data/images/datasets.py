@@ -1,4 +1,4 @@
-"""Data sets with random access: what `[i]` and `arrays()` give, whatever the pictures come from."""
+"""Images with one label each, with random access."""
 
 import os
 from collections.abc import Sequence
@@ -9,13 +9,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tokamix.data.decode import DataError, decode
-
-Picture = Image.Image | Tensor
+from tokamix.data.decode import DataError, decode_image
 
 
 class ImageDataset:
-    """Pictures with labels: `len()`, and `[i]` -> (RGB picture or uint8 tensor (C, H, W), label)."""
+    """Base class: `len()`, and `[i]` -> (RGB image or uint8 tensor (C, H, W), label)."""
 
     def __init__(self, labels: Sequence[int] | np.ndarray | Tensor, classes: Sequence[str]) -> None:
         self.labels = torch.as_tensor(labels, dtype=torch.int64)
@@ -25,23 +23,23 @@ class ImageDataset:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, i: int) -> tuple[Picture, int]:
-        return self.picture(i), int(self.labels[i])
+    def __getitem__(self, i: int) -> tuple[Image.Image | Tensor, int]:
+        return self.image(i), int(self.labels[i])
 
-    def picture(self, i: int, at_least: int | None = None) -> Picture:
-        """Picture i; `at_least` is a side in pixels that decoding need not exceed."""
+    def image(self, i: int, min_size: int | None = None) -> Image.Image | Tensor:
+        """Decode image i; JPEGs may be decoded smaller if both sides keep `min_size` pixels."""
         raise NotImplementedError
 
     def name_of(self, i: int) -> str:
-        """What to call picture i in messages."""
-        return f"picture {i}"
+        """Name of image i in messages."""
+        return f"image {i}"
 
     def arrays(self) -> tuple[Tensor, Tensor] | None:
-        """All pictures (N, C, H, W) as uint8 and labels (N,), for sets that fit into memory; else None."""
+        """All images (N, C, H, W) as uint8 and labels (N,), if they fit into memory; else None."""
         return None
 
     def check_labels(self) -> None:
-        """Raise where a label has no class."""
+        """Raise if a label has no class."""
         wrong = ((self.labels < 0) | (self.labels >= len(self.classes))).nonzero().flatten().tolist()
         if wrong:
             raise DataError(
@@ -51,14 +49,14 @@ class ImageDataset:
 
 
 class ArrayDataset(ImageDataset):
-    """Pictures of one size, held as one uint8 tensor (N, C, H, W)."""
+    """Images of one size, held as one uint8 tensor (N, C, H, W)."""
 
     def __init__(self, images: Tensor, labels: Sequence[int] | np.ndarray | Tensor, classes: Sequence[str]) -> None:
         self.images = images
         super().__init__(labels, classes)
 
-    def picture(self, i: int, at_least: int | None = None) -> Tensor:
-        """Picture i as a tensor."""
+    def image(self, i: int, min_size: int | None = None) -> Tensor:
+        """Image i as a tensor."""
         return self.images[i]
 
     def arrays(self) -> tuple[Tensor, Tensor]:
@@ -67,17 +65,17 @@ class ArrayDataset(ImageDataset):
 
 
 class FileDataset(ImageDataset):
-    """Picture files, decoded when they are asked for."""
+    """Image files, decoded on access."""
 
     def __init__(self, files: Sequence[Path], labels: Sequence[int], classes: Sequence[str]) -> None:
-        # one array: a list of a million objects would be copied into each worker, touch by touch
+        # one array: reading a list changes reference counts, so that each worker process would copy it
         self.files = np.array([os.fsencode(file) for file in files], dtype=np.bytes_)
         super().__init__(labels, classes)
 
-    def picture(self, i: int, at_least: int | None = None) -> Image.Image:
-        """Picture i, decoded."""
-        return decode(Path(self.name_of(i)), at_least=at_least)
+    def image(self, i: int, min_size: int | None = None) -> Image.Image:
+        """Decode image i."""
+        return decode_image(Path(self.name_of(i)), min_size=min_size)
 
     def name_of(self, i: int) -> str:
-        """Its path."""
+        """Path of image i."""
         return os.fsdecode(self.files[i])

@@ -53,7 +53,7 @@ class ImageReader(BatchReader):
         if isinstance(self.dataset, ImageStream):
             image, label = self.dataset.decode(item, min_size)
         else:
-            image, label = self.dataset.picture(item, min_size), int(self.dataset.labels[item])
+            image, label = self.dataset.image(item, min_size), int(self.dataset.labels[item])
         if isinstance(image, Tensor):
             image = to_pil_image(convert_channels(image[None], 3)[0])
         return (image if image.mode == self.mode else image.convert(self.mode)), label

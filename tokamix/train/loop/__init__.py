@@ -1,1 +1,1 @@
-"""The training loop."""
+"""The training loop: engine, optimizer, EMA, schedule, state."""

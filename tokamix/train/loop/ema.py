@@ -1,4 +1,4 @@
-"""A moving average of the weights."""
+"""Exponential moving average (EMA) of the weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,14 +11,15 @@ from torch.distributed.tensor import DTensor
 class Ema:
     """The average of a model's weights over the steps.
 
-    It is kept as tensors and not as a second model: for its evaluation it changes places with the weights, so that the
-    one compiled, sharded model serves both. The decay starts low, as TensorFlow's does: (1 + step) / (10 + step), until
-    it reaches `decay`; a short run's average would otherwise be made of the weights it began with.
+    Not timm's ModelEmaV3, which holds a second model: the average is kept as tensors and swapped with the weights for
+    evaluation, so that one compiled, sharded model serves both. The decay starts low, as in TensorFlow:
+    (1 + step) / (10 + step), until it reaches `decay`; otherwise the average of a short run would consist of its
+    initial weights.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.weights = dict(model.state_dict())  # they share the memory of the model in use
+        self.weights = dict(model.state_dict())  # views of the model's own memory
         self.average = {name: tensor.detach().clone() for name, tensor in self.weights.items()}
         pairs = [(_local(self.average[name]), _local(self.weights[name])) for name in self.weights]
         self._smooth = [pair for pair in pairs if pair[0].is_floating_point()]
@@ -26,7 +27,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Move the average towards the weights after so many earlier steps."""
+        """Move the average towards the weights; `step` counts the updates before this one."""
         decay = min(self.decay, (1 + step) / (10 + step))
         averages, weights = zip(*self._smooth, strict=True)
         torch._foreach_lerp_(averages, weights, 1 - decay)
@@ -34,20 +35,20 @@ class Ema:
             average.copy_(counter)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """The model has the average for its weights inside this context."""
-        self._exchange()
+    def swapped(self) -> Iterator[None]:
+        """The model has the averaged weights inside this context."""
+        self._swap()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap()
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def _swap(self) -> None:
         for average, weight in self._smooth + self._counters:
-            kept = weight.clone()
+            current = weight.clone()
             weight.copy_(average)
-            average.copy_(kept)
+            average.copy_(current)
 
 
 def _local(tensor: Tensor) -> Tensor:

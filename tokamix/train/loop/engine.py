@@ -1,7 +1,7 @@
-"""The one training loop.
+"""The training loop of all tasks.
 
 A run is a function of its recipe: each step's batch, augmentation and dropout follow from (seed, epoch, step), and the
-state on the disk holds all the rest. So one that is killed and started again ends with the weights of an unbroken run.
+saved state holds everything else. So a run that is killed and resumed ends with the weights of an uninterrupted one.
 """
 
 import random
@@ -14,12 +14,14 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tokamix.data import Loader
 from tokamix.recipes import Recipe
 from tokamix.train.loop.ema import Ema
+from tokamix.train.loop.epochs import evaluation_intervals
 from tokamix.train.loop.meter import Meter
 from tokamix.train.loop.optim import DropPathSchedule, create_scheduler
 from tokamix.train.loop.signals import Interrupts
@@ -27,10 +29,11 @@ from tokamix.train.loop.state import Tensors, load_optimizer, load_weights, opti
 from tokamix.train.output.progress import Display
 from tokamix.train.output.run_folder import Row, RunFolder
 from tokamix.train.output.trackers import Trackers
-from tokamix.train.setup.parallel import Accelerator, any_process
-from tokamix.train.tasks import Moment, Task
+from tokamix.train.setup.accelerator import Accelerator, any_process
+from tokamix.train.tasks.task import Position, Task
 
-Batch = tuple[Any, Any]  # images and targets as the loader and the task understand them
+Batch = tuple[Any, Any]  # images and targets, in the form of the task
+COUNTERS = ("epoch", "step", "sums", "counted", "seconds", "best", "skipped", "finished")  # of the saved state
 
 
 class NotFiniteError(FloatingPointError):
@@ -39,12 +42,12 @@ class NotFiniteError(FloatingPointError):
 
 @dataclass(frozen=True)
 class Options:
-    """What changes nothing about the result of a run.
+    """Options that do not affect the result.
 
     Attributes:
-        save_every: steps from one saved state to the next; none: a minute, or longer where that would cost over 2 %.
-        log_every: steps from one reading of the numbers to the next.
-        skip_nan: how many steps with a loss that is not finite are left out before the run stops.
+        save_every: steps between saved states; none: every minute, or less often if that would cost over 2 %.
+        log_every: steps between readings of the metrics.
+        skip_nan: number of steps with a non-finite loss that are skipped before the run stops.
     """
 
     save_every: int | None = None
@@ -53,7 +56,20 @@ class Options:
 
 
 class Engine:
-    """Trains a model on a task: steps, evaluation each epoch, saving and going on."""
+    """Trains a model on a task: optimizer steps, evaluation, saving and resuming.
+
+    Args:
+        task: computes losses and metrics.
+        wrapped: the model as distributed, for forward passes in training.
+        model: the module itself.
+        optimizer: prepared by Accelerate.
+        loaders: training and validation data.
+        recipe: how it is trained.
+        folder: receives everything that is written.
+        accelerator: device, processes and precision.
+        options: do not affect the result.
+        settings: recipe, model and data of the run, saved with its state.
+    """
 
     def __init__(
         self,
@@ -69,36 +85,37 @@ class Engine:
         settings: Row,
     ) -> None:
         self.task, self.wrapped, self.model, self.optimizer = task, wrapped, model, optimizer
-        self.train_loader, self.val_loader = loaders
+        self.train_loader, self.val_loader = evaluation_intervals(loaders[0], recipe), loaders[1]
         self.recipe, self.folder, self.accelerator, self.options = recipe, folder, accelerator, options
-        self.settings = settings  # what the run was started with; kept with its state
+        self.settings = settings
         self.device, self.main = accelerator.device, accelerator.is_main_process
-        self.steps = len(self.train_loader) // recipe.accumulate
+        self.steps = len(self.train_loader) // recipe.accumulate  # per epoch
         if not self.steps:
+            size = self.train_loader.dataset_size
             raise ValueError(
-                f"the {self.train_loader.dataset_size} images to train on do not fill one batch of {recipe.batch_size};"
-                f" use a smaller one, such as --set batch_size={max(1, self.train_loader.dataset_size // 4)}"
+                f"{size} training images do not fill one batch of {recipe.batch_size}; use a smaller one, such as"
+                f" --batch-size {max(1, size // 4)}"
             )
         self.schedule = create_scheduler(optimizer.optimizer, recipe, self.steps)
         self.drop_path = DropPathSchedule(model, recipe)
         self.ema = Ema(model, recipe.ema) if recipe.ema else None
         self.meter = Meter(self.device)
         self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        self.epoch, self.step, self.skipped, self.finished = 0, 0, 0, False
+        self.epoch, self.step, self.skipped, self.finished = 0, 0, 0, False  # finished epochs, steps of this one
         self.sums: dict[str, float] = {}  # of this epoch, over `self.counted` steps
         self.counted, self.seconds = 0, 0.0
         self.best: Row | None = None
-        self.best_weights: dict[str, Tensor] | None = None  # not yet on the disk
+        self.best_weights: dict[str, Tensor] | None = None  # not on the disk yet
         self.saved_at, self.save_cost = time.monotonic(), 0.0
 
     @property
     def update(self) -> int:
-        """How many steps of the optimizer are done."""
+        """Number of finished optimizer steps."""
         return self.epoch * self.steps + self.step
 
-    def fit(self, display: Display, trackers: Trackers | None, present: Callable[[Row | None], None]) -> None:
-        """Train to the end of the recipe; `present` is called with the best row where people may look."""
-        self.display, self.trackers, self.present = display, trackers, present
+    def fit(self, display: Display, trackers: Trackers | None, publish: Callable[[Row | None], None]) -> None:
+        """Train to the end of the recipe; `publish` writes curves and model card, given the best metrics."""
+        self.display, self.trackers, self.publish = display, trackers, publish
         with Interrupts(active=self.accelerator.num_processes == 1) as self.interrupts, display:
             while self.epoch < self.recipe.evaluations:
                 self._train_epoch()
@@ -113,15 +130,15 @@ class Engine:
             self._train_step(batches)
             self.step += 1
             self.display.step(self.update)
-            asked = bool(self.options.save_every and self.update % self.options.save_every == 0)
-            asked |= self.interrupts.asked
-            if asked or self.step == self.steps or self.update % self.options.log_every == 0:
+            save = bool(self.options.save_every and self.update % self.options.save_every == 0)
+            save |= self.interrupts.received
+            if save or self.step == self.steps or self.update % self.options.log_every == 0:
                 self._report()
-                if asked or self._save_is_due():
+                if save or self._save_is_due():
                     self.save()
                     self.read_at = time.monotonic()
-            if self.interrupts.asked:
-                self.display.say(f"stopped after step {self.update}; the same command goes on from there")
+            if self.interrupts.received:
+                self.display.say(f"stopped after step {self.update}; run the same command again to resume")
                 raise KeyboardInterrupt
 
     def _train_step(self, batches: Iterator[Batch]) -> None:
@@ -130,67 +147,61 @@ class Engine:
         self.schedule.step_update(self.update)
         logs: dict[str, Tensor] = {}
         for part in range(parts):
-            moment = Moment(self.recipe.seed, self.epoch, self.step * parts + part)
-            images, targets = self._next(batches, moment)
+            position = Position(self.recipe.seed, self.epoch, self.step * parts + part)
+            images, targets = self._next_batch(batches, position)
             last = part == parts - 1
             with nullcontext() if last else self.accelerator.no_sync(self.wrapped):
-                loss, numbers = self.task.loss(self.wrapped, images, targets, moment)
+                loss, scalars = self.task.loss(self.wrapped, images, targets, position)
                 self.accelerator.backward(loss / parts)
-            for key, value in numbers.items():
+            for key, value in scalars.items():
                 logs[key] = logs.get(key, 0.0) + value.detach() / parts
-        healthy = torch.isfinite(logs["loss"])
+        finite = torch.isfinite(logs["loss"])
         if self.recipe.clip_grad is not None or self.options.skip_nan:
-            norm = self._clip(self.recipe.clip_grad or float("inf"))
-            if self.accelerator.scaler is None:  # which has its own way with gradients that are not finite
-                healthy = healthy & torch.isfinite(norm)
-        if self.options.skip_nan and any_process(not healthy, self.device):
-            self._skip()
+            norm = self._clip_gradients(self.recipe.clip_grad or float("inf"))
+            if self.accelerator.scaler is None:  # a scaler handles non-finite gradients itself
+                finite = finite & torch.isfinite(norm)
+        if self.options.skip_nan and any_process(not finite, self.device):
+            self._skip_step()
             return
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.ema is not None:
             self.ema.update(self.update)
-        self.meter.add(logs, healthy, self.update)
+        self.meter.add(logs, finite, self.update)
 
-    def _clip(self, limit: float) -> Tensor:
-        """Scale the gradients down to a norm, and say what theirs was."""
-        norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), limit)
+    def _clip_gradients(self, max_norm: float) -> Tensor:
+        """Clip the gradients and return their norm before."""
+        norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def _next(self, batches: Iterator[Batch], moment: Moment) -> Batch:
+    def _next_batch(self, batches: Iterator[Batch], position: Position) -> Batch:
         batch = next(batches, None)
         if batch is None:
-            raise RuntimeError(f"the data ended at batch {moment.batch} of an epoch of {len(self.train_loader)}")
+            raise RuntimeError(f"the data ended after batch {position.batch} of an epoch of {len(self.train_loader)}")
         images, targets = batch
-        if self.recipe.channels_last and isinstance(images, Tensor):  # not those of various sizes
+        if self.recipe.channels_last and isinstance(images, Tensor):  # a detector has a list of images
             images = images.contiguous(memory_format=torch.channels_last)
         return images, targets
 
-    def _skip(self) -> None:
+    def _skip_step(self) -> None:
         self.optimizer.zero_grad()
         self.skipped += 1
         if self.skipped > self.options.skip_nan:
-            self._stop("loss or gradient", self.update, f", after {self.options.skip_nan} that were left out")
-        self.display.say(
-            f"step {self.update + 1} is left out: its loss or gradient is not finite ({self.skipped} so far)"
-        )
+            self._raise_not_finite("loss or gradient", self.update, f", after {self.options.skip_nan} skipped steps")
+        self.display.say(f"step {self.update + 1} is skipped: loss or gradient not finite ({self.skipped} so far)")
 
-    def _stop(self, what: str, update: int, more: str = "") -> None:
+    def _raise_not_finite(self, what: str, update: int, detail: str = "") -> None:
         epoch, step = divmod(update, self.steps)
-        kept = (
-            f"the last good state is kept in {self.folder.state}"
-            if self.folder.state.exists()
-            else "no state is saved yet"
-        )
+        saved = f"the last good state is in {self.folder.state}" if self.folder.state.exists() else "no state was saved"
         raise NotFiniteError(
-            f"{what} not finite at step {update + 1}, batch {step} of epoch {epoch} (both from 0){more}; {kept}."
-            " Lower lr, set clip_grad, train in bf16 or fp32, or leave such steps out with --skip-nan N"
+            f"{what} not finite at step {update + 1} (batch {step + 1} of epoch {epoch + 1}){detail}; {saved}."
+            " Lower lr, set clip_grad, train in bf16 or fp32, or skip such steps with --skip-nan N"
         )
 
     def _report(self) -> None:
-        means, count, bad = self.meter.read()
-        if bad is not None:
-            self._stop("loss or gradient", bad)
+        means, count, first_bad = self.meter.read()
+        if first_bad is not None:
+            self._raise_not_finite("loss or gradient", first_bad)
         if not count:
             return
         seconds = time.monotonic() - self.read_at
@@ -199,7 +210,7 @@ class Engine:
         self.counted += count
         for key, value in means.items():
             self.sums[key] = self.sums.get(key, 0.0) + value * count
-        row = {"event": "train", "epoch": self.epoch, "step": self.step, "update": self.update, **means}
+        row = {"event": "train", "epoch": self.epoch + 1, "step": self.step, "update": self.update, **means}
         row |= {"lr": self._lr(), "images_per_second": round(count * self.recipe.batch_size / seconds, 1)}
         cuda = self.device.type == "cuda"
         used = torch.cuda.max_memory_allocated(self.device) if cuda else psutil.Process().memory_info().rss
@@ -208,40 +219,41 @@ class Engine:
         self.display.report(row)
 
     def _finish_epoch(self) -> None:
-        fill = self.recipe.micro_batch(self.accelerator.num_processes) if self.recipe.compile else None
-        self._share_buffers()
-        found = {"": self.task.evaluate(self.model, self.val_loader, fill)}
+        pad_to = self.recipe.micro_batch(self.accelerator.num_processes) if self.recipe.compile else None
+        self._broadcast_buffers()
+        results = {"": self.task.evaluate(self.model, self.val_loader, pad_to)}
         if self.ema is not None:
-            with self.ema.in_place():
-                found["ema_"] = self.task.evaluate(self.model, self.val_loader, fill)
-        row: Row = {"event": "epoch", "epoch": self.epoch, "update": (self.epoch + 1) * self.steps, "lr": self._lr()}
+            with self.ema.swapped():
+                results["ema_"] = self.task.evaluate(self.model, self.val_loader, pad_to)
+        number = self.epoch + 1  # people count from 1
+        row: Row = {"event": "epoch", "epoch": number, "update": number * self.steps, "lr": self._lr()}
         row |= {f"train_{key}": value / max(1, self.counted) for key, value in self.sums.items()}
         row.setdefault("train_loss", float("nan"))
-        row |= {prefix + key: value for prefix, metrics in found.items() for key, value in metrics.items()}
+        row |= {prefix + key: value for prefix, metrics in results.items() for key, value in metrics.items()}
         images = self.counted * self.recipe.batch_size
         row |= {"images_per_second": round(images / max(self.seconds, 1e-9), 1), "seconds": round(self.seconds, 2)}
-        prefix = max(found, key=lambda kind: found[kind][self.task.metric])
-        better = self.best is None or found[prefix][self.task.metric] > self.best[self.task.metric]
-        if better:
-            self.best = {**found[prefix], "epoch": self.epoch, "averaged": bool(prefix)}
+        prefix = max(results, key=lambda kind: results[kind][self.task.metric])
+        is_best = self.best is None or results[prefix][self.task.metric] > self.best[self.task.metric]
+        if is_best:
+            self.best = {**results[prefix], "epoch": number, "averaged": bool(prefix)}
             weights = self.ema.average if prefix and self.ema else self.model.state_dict()
             self.best_weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
         self._log(row)
-        self.display.epoch(row, better)
-        with self.ema.in_place() if prefix and self.ema else nullcontext():
-            picture = self.task.picture(self.model)
-        if picture is not None and self.main:
-            self.folder.add_picture(self.epoch, picture, self.best["epoch"] if self.best else self.epoch)
-        self.epoch, self.step, self.sums, self.counted, self.seconds = self.epoch + 1, 0, {}, 0, 0.0
+        self.display.epoch(row, is_best)
+        with self.ema.swapped() if prefix and self.ema else nullcontext():
+            drawing = self.task.draw_predictions(self.model)
+        if drawing is not None and self.main:
+            self.folder.add_picture(number, drawing, self.best["epoch"] if self.best else number)
+        self.epoch, self.step, self.sums, self.counted, self.seconds = number, 0, {}, 0, 0.0
         self.finished = self.epoch == self.recipe.evaluations
         due = self._save_is_due() or self.finished
         if due and self.main:
-            self.present(self.best)
+            self.publish(self.best)
         if due or self.options.save_every:
-            self.save()  # last of all: a run that calls itself finished has everything in its folder
+            self.save()  # last: a finished run has everything in its folder
 
-    def _share_buffers(self) -> None:
-        """Statistics that each process gathered on its own become the first one's, which are those that are saved."""
+    def _broadcast_buffers(self) -> None:
+        """Replace statistics that each process collected by those of rank 0, which are saved."""
         if self.accelerator.num_processes > 1:
             for name, buffer in self.model.named_buffers():
                 dist.broadcast(buffer, 0)
@@ -249,14 +261,14 @@ class Engine:
                     dist.broadcast(self.ema.average[name], 0)
 
     def _save_is_due(self) -> bool:
-        """By the clock of the process that writes, unless the steps decide."""
+        """Whether to save by the clock of rank 0, where `save_every` does not decide."""
         if self.options.save_every:
             return False
         waited = time.monotonic() - self.saved_at
         return any_process(self.main and waited > max(60.0, 50 * self.save_cost), self.device)
 
     def save(self) -> None:
-        """Write weights and state; best weights first, so that the state never knows of weights that are not there."""
+        """Write weights and state; the best weights first, so that the state never refers to weights not written."""
         begun = time.monotonic()
         if self.main or self.sharded:
             self._save()
@@ -269,7 +281,7 @@ class Engine:
     def _save(self) -> None:
         weights = self._whole(self.model.state_dict())
         if not all(weights[name].isfinite().all() for name, _ in self.model.named_parameters()):
-            self._stop("weights", self.update - 1)
+            self._raise_not_finite("weights", self.update - 1)
         if self.best_weights is not None:
             best = self._whole(self.best_weights)
             if self.main:
@@ -279,29 +291,28 @@ class Engine:
         if self.ema is not None:
             groups["ema"] = self._whole(self.ema.average)
         scaler = self.accelerator.scaler
-        rest = {
-            "settings": self.settings,
-            "epoch": self.epoch,
-            "step": self.step,
-            "steps": self.steps,
-            "sums": self.sums,
-            "counted": self.counted,
-            "seconds": self.seconds,
-            "best": self.best,
-            "skipped": self.skipped,
-            "finished": self.finished,
-            "optimizer": optimizer,
-            "scaler": scaler.state_dict() if scaler is not None else None,
-        }
+        rest = {key: getattr(self, key) for key in COUNTERS}
+        rest |= {"settings": self.settings, "steps": self.steps, "optimizer": optimizer}
+        rest["scaler"] = scaler.state_dict() if scaler is not None else None
         if self.main:
             self.folder.write_weights("last", groups["model"])
             write_state(self.folder.state, groups, rest)
 
+    def write_report(self) -> None:
+        """Write the task's report on the best weights; not for sharded models, which one process cannot run alone."""
+        if not self.main or self.sharded or not self.finished:
+            return
+        current = self._whole(self.model.state_dict())
+        load_weights(self.model.state_dict(), load_file(self.folder.path / "model.safetensors"))
+        with torch.compiler.set_stance("force_eager"):  # a graph for other batch sizes would be compiled for one use
+            self.task.write_report(self.folder.path, self.model)
+        load_weights(self.model.state_dict(), current)
+
     def restore(self, groups: dict[str, Tensors], rest: Row) -> None:
-        """Go back to a saved state."""
+        """Restore a saved state."""
         if rest["steps"] != self.steps:
             raise ValueError(
-                f"{self.folder.path} was started with {rest['steps']} steps an epoch and would go on with {self.steps}:"
+                f"{self.folder.path} was started with {rest['steps']} steps per epoch, but now there are {self.steps}:"
                 " the data has changed; use another --output, or start over with --no-resume"
             )
         load_weights(self.model.state_dict(), groups["model"])
@@ -310,7 +321,7 @@ class Engine:
             load_weights(self.ema.average, groups["ema"])
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(rest["scaler"])
-        for key in ("epoch", "step", "sums", "counted", "seconds", "best", "skipped", "finished"):
+        for key in COUNTERS:
             setattr(self, key, rest[key])
 
     @staticmethod
@@ -327,10 +338,10 @@ class Engine:
             self.trackers.add(row)
 
 
-def seed_step(seed: int, update: int, process: int, device: torch.device) -> None:
-    """Seed what a model may draw from in one step, apart in each process."""
-    number = ((seed * 1_000_003 + update) * 65_536 + process) % 2**63
+def seed_step(seed: int, update: int, rank: int, device: torch.device) -> None:
+    """Seed the generators that a model may use in one step, differently in each process."""
+    number = ((seed * 1_000_003 + update) * 65_536 + rank) % 2**63
     random.seed(number)
-    torch.default_generator.manual_seed(number)  # torch.manual_seed sees to every device there may be, which takes long
+    torch.default_generator.manual_seed(number)  # torch.manual_seed would visit every kind of device, which is slow
     if device.type in ("cuda", "mps", "xpu"):
         getattr(torch, device.type).manual_seed(number)

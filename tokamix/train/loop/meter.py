@@ -1,4 +1,4 @@
-"""Numbers of the training steps, summed on the device and read now and then: no step waits for the host."""
+"""Training metrics, summed on the device and read occasionally, so that no step waits for the host."""
 
 import torch
 import torch.distributed as dist
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Meter:
-    """Means of the steps since the last reading, and the first step that was not healthy."""
+    """Means over the steps since the last reading, and the first step that was not finite."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -14,29 +14,29 @@ class Meter:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all steps."""
+        """Start a new reading."""
         self.count = 0
         self.sums = torch.zeros(max(1, len(self.keys)), device=self.device)
-        self.bad = torch.full((), torch.inf, device=self.device)
+        self.first_bad = torch.full((), torch.inf, device=self.device)
 
     @torch.no_grad()
-    def add(self, logs: dict[str, Tensor], healthy: Tensor, update: int) -> None:
-        """Add the scalars of a step, and whether it was healthy."""
+    def add(self, logs: dict[str, Tensor], finite: Tensor, update: int) -> None:
+        """Add the scalars of a step, and whether they are finite."""
         if not self.keys:
             self.keys = list(logs)
             self.reset()
         self.sums += torch.stack([value.detach().float() for value in logs.values()])
-        step = torch.full_like(self.bad, update)
-        self.bad = torch.minimum(self.bad, torch.where(healthy, torch.inf, step))
+        step = torch.full_like(self.first_bad, update)
+        self.first_bad = torch.minimum(self.first_bad, torch.where(finite, torch.inf, step))
         self.count += 1
 
     def read(self) -> tuple[dict[str, float], int, int | None]:
-        """Means over steps and processes, the number of steps, and the first bad step if there is one."""
+        """Means over steps and processes, the number of steps, and the first step that was not finite, if any."""
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(self.sums)
             self.sums /= dist.get_world_size()
-            dist.all_reduce(self.bad, dist.ReduceOp.MIN)
-        *sums, bad = torch.cat([self.sums, self.bad[None]]).tolist()
+            dist.all_reduce(self.first_bad, dist.ReduceOp.MIN)
+        *sums, bad = torch.cat([self.sums, self.first_bad[None]]).tolist()
         count = self.count
         means = {key: value / max(1, count) for key, value in zip(self.keys, sums, strict=False)}
         self.reset()

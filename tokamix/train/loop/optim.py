@@ -1,6 +1,7 @@
-"""Optimizer, learning rate and stochastic depth, as a recipe says; timm does the work."""
+"""Optimizer, learning rate schedule and stochastic depth of a recipe, by timm."""
 
 import inspect
+import logging
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from torch import nn
 
 from tokamix.recipes import Recipe
 
+_log = logging.getLogger("tokamix")
+
 
 def create_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.Optimizer:
-    """Parameter groups without decay on norms, biases and what the model names; layer decay where asked for."""
+    """Create the optimizer; norms, biases and parameters that the model excludes have no weight decay."""
     kwargs: dict[str, Any] = {}
     if recipe.betas is not None:
         kwargs["betas"] = tuple(recipe.betas)
@@ -35,19 +38,22 @@ def create_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> 
 
 
 def create_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe, steps: int) -> Scheduler:
-    """Warm-up, then the recipe's schedule, by the optimizer step; a function of that step's number and nothing else."""
+    """Create the schedule: warm-up, then the recipe's schedule, as a function of the optimizer step alone."""
     total = recipe.iterations or recipe.epochs * steps
     unit = 1 if recipe.iterations else steps
     if recipe.warmup_iterations is not None:
         warmup, start = float(recipe.warmup_iterations), recipe.warmup_ratio * recipe.peak_lr
     else:
         warmup, start = 0.0 if recipe.iterations else recipe.warmup_epochs * steps, recipe.warmup_lr
+    if warmup >= total:  # more iterations of warm-up than a small data set gives steps
+        _log.warning("warm-up of %d iterations is shortened to %d: the run has %d", warmup, total // 10, total)
+        warmup = float(total // 10)
     schedule, _ = create_scheduler_v2(
         optimizer,
         sched={"step": "multistep", "constant": "multistep"}.get(recipe.schedule, recipe.schedule),
         num_epochs=total,
-        decay_milestones=[m * unit + 1 for m in recipe.milestones],  # timm's come a step early
-        decay_rate=recipe.power if recipe.schedule == "poly" else 0.1,  # one argument has both meanings
+        decay_milestones=[round(m * unit) + 1 for m in recipe.milestones],  # timm decays one step early
+        decay_rate=recipe.power if recipe.schedule == "poly" else 0.1,  # timm uses one argument for both
         min_lr=recipe.min_lr,
         warmup_lr=start,
         warmup_epochs=warmup,
@@ -58,7 +64,7 @@ def create_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe, steps: in
 
 
 class DropPathSchedule:
-    """Stochastic depth that may change during the run; the layers keep their proportions."""
+    """Stochastic depth that may change during the run; the rates of the layers keep their ratios."""
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         self.rates = {0: recipe.drop_path, **recipe.drop_path_later} if recipe.drop_path_later else {}
@@ -66,11 +72,11 @@ class DropPathSchedule:
         top = max((layer.drop_prob for layer in layers), default=0.0)
         if self.rates and not top:
             raise ValueError(
-                f"{type(model).__name__} has no stochastic depth that drop_path_later {recipe.drop_path_later} could"
-                " change; leave it out"
+                f"{type(model).__name__} has no stochastic depth, but drop_path_later is {recipe.drop_path_later};"
+                " leave it out"
             )
         self.rates[0] = top if self.rates.get(0) is None else self.rates[0]
-        self.shares = [(layer, layer.drop_prob / top) for layer in layers] if top else []
+        self.ratios = [(layer, layer.drop_prob / top) for layer in layers] if top else []
 
     def rate(self, epoch: int) -> float:
         """The largest rate in this epoch."""
@@ -79,12 +85,12 @@ class DropPathSchedule:
     def set_epoch(self, epoch: int) -> None:
         """Set the layers to this epoch's rates."""
         if len(self.rates) > 1:
-            for layer, share in self.shares:
-                layer.drop_prob = self.rate(epoch) * share
+            for layer, ratio in self.ratios:
+                layer.drop_prob = self.rate(epoch) * ratio
 
     @staticmethod
-    def build_rate(recipe: Recipe) -> float | None:
-        """The rate to build the model with: never 0 if it grows later, for then the layers would be missing."""
+    def initial_rate(recipe: Recipe) -> float | None:
+        """The rate to create the model with: not 0 if it grows later, because the layers would be missing."""
         if recipe.drop_path is None:
             return None
         return max(recipe.drop_path, *recipe.drop_path_later.values(), 0.0)

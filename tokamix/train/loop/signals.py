@@ -1,4 +1,4 @@
-"""Stopping when asked to, between two steps and not within one."""
+"""Ctrl-C and SIGTERM stop a run between two steps, not within one."""
 
 import signal
 import threading
@@ -9,15 +9,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """Notes Ctrl-C and SIGTERM in `asked` instead of breaking off; the second one breaks off."""
+    """Sets `received` on Ctrl-C or SIGTERM; the second signal interrupts at once."""
 
     def __init__(self, active: bool) -> None:
         self.active = active and threading.current_thread() is threading.main_thread()
-        self.asked = False
+        self.received = False
 
     def __enter__(self) -> Self:
         if self.active:
-            self.before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self.before = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self
 
     def __exit__(
@@ -27,7 +27,7 @@ class Interrupts:
             for number, handler in self.before.items():
                 signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
             raise KeyboardInterrupt
-        self.asked = True
+        self.received = True

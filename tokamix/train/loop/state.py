@@ -1,6 +1,6 @@
-"""The state of a run in one safetensors file: tensors by name, everything else as JSON in its header. No pickle.
+"""The training state in one safetensors file: tensors by name, everything else as JSON in its header. No pickle.
 
-Nothing random is in it: every step seeds its generators from (seed, step, process), so there is nothing to restore.
+It contains no random state: every step seeds its generators from (seed, step, process).
 """
 
 import json
@@ -17,19 +17,19 @@ from torch.optim import Optimizer
 from tokamix.files import write_tensors
 
 Tensors = dict[str, Tensor]
-FORMAT = 1
-GROUP = "group "  # some optimizers keep a tensor for a group of parameters; no parameter's name has a space
+FORMAT = 2
+GROUP = "group "  # prefix of tensors that belong to a parameter group; no parameter's name has a space
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, of all shards where the tensor is sharded; every process must ask for it."""
+    """A copy on the CPU, gathered if the tensor is sharded; a collective call for all processes."""
     tensor = tensor.detach()
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.to("cpu", copy=True).contiguous()
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor on the device of `like`, cut as it is."""
+    """A whole tensor on the device of `like`, sharded in the same way."""
     tensor = tensor.to(like.device)
     return distribute_tensor(tensor, like.device_mesh, like.placements) if isinstance(like, DTensor) else tensor
 
@@ -41,7 +41,7 @@ def whole_weights(model: nn.Module) -> Tensors:
 
 @torch.no_grad()
 def load_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Copy weights by name into tensors that are in use."""
+    """Copy weights by name into existing tensors."""
     for name, tensor in own.items():
         tensor.copy_(shard_like(weights[name], tensor))
 
@@ -66,7 +66,7 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module) -> tuple[Tensors, di
 
 @torch.no_grad()
 def load_optimizer(optimizer: Optimizer, model: nn.Module, tensors: Tensors, rest: Mapping[str, Any]) -> None:
-    """Bring an optimizer to the state that `optimizer_state` saw."""
+    """Restore an optimizer from the result of `optimizer_state`."""
     parameters = dict(model.named_parameters())
     per_parameter: dict[str, dict[str, Any]] = {name: dict(values) for name, values in rest["numbers"].items()}
     groups = [dict(group) for group in rest["groups"]]
@@ -76,9 +76,8 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, tensors: Tensors, res
             groups[int(name.removeprefix(GROUP))][key] = tensor
             continue
         like = parameters[name]
-        if (
-            tensor.shape == like.shape and key != "step"
-        ):  # in the parameter's memory order too: sums over it depend on that
+        if tensor.shape == like.shape and key != "step":
+            # in the parameter's memory format as well: sums depend on the order
             tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(shard_like(tensor, like))
         per_parameter.setdefault(name, {})[key] = tensor
     state = optimizer.state_dict()
@@ -90,29 +89,43 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, tensors: Tensors, res
 
 
 def write_state(path: Path, groups: Mapping[str, Tensors], rest: Mapping[str, Any]) -> None:
-    """Write groups of tensors and everything else that JSON can hold."""
+    """Write groups of tensors, and values that JSON can hold."""
     tensors = {f"{group}:{name}": tensor for group, named in groups.items() for name, tensor in named.items()}
     write_tensors(path, tensors, {"state": json.dumps({"format": FORMAT, **rest})})
 
 
 def read_state(path: Path) -> tuple[dict[str, Tensors], dict[str, Any]]:
-    """Read what `write_state` wrote."""
+    """Read the result of `write_state`."""
     groups: dict[str, Tensors] = {}
+    rest = read_header(path)
     try:
         with safe_open(path, "pt") as file:
-            rest = json.loads(file.metadata()["state"])
             for key in file.keys():  # noqa: SIM118, the file is no dict
                 group, _, name = key.partition(":")
                 groups.setdefault(group, {})[name] = file.get_tensor(key)
+    except SafetensorError as error:
+        raise _damaged(path, error) from error
+    return groups, rest
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Read the values of a state without its tensors."""
+    try:
+        with safe_open(path, "pt") as file:
+            rest: dict[str, Any] = json.loads(file.metadata()["state"])
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path} is damaged or no state of a run ({error}); delete it, or start over with --no-resume"
-        ) from error
+        raise _damaged(path, error) from error
     if rest["format"] != FORMAT:
         raise ValueError(
-            f"{path} has format {rest['format']}, this version reads {FORMAT}; start over with --no-resume"
+            f"{path} has format {rest['format']}, but this version reads {FORMAT}; start over with --no-resume"
         )
-    return groups, rest
+    return rest
+
+
+def _damaged(path: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"{path} is damaged or not the state of a run ({error}); delete it, or start over with --no-resume"
+    )
 
 
 def _names(optimizer: Optimizer, model: nn.Module) -> list[str]:

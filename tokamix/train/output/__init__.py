@@ -1,1 +1,1 @@
-"""What a run writes: its folder, progress, trackers, model card."""
+"""What a run writes and shows: run folder, progress, trackers, model card, curves."""

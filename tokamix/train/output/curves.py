@@ -1,29 +1,29 @@
-"""A run's curves as a picture."""
+"""The learning curves of a run as an image."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-KINDS = {"train_": "training", "": "validation", "ema_": "validation, averaged weights"}
+KINDS = {"train_": "training", "": "validation", "ema_": "validation, EMA"}
 
 
-def draw_curves(epochs: list[dict[str, Any]], path: Path, shown: Mapping[str, str]) -> None:
-    """Loss and the numbers that people look at over the epochs; `shown` says what to call them."""
-    from matplotlib.figure import Figure  # without pyplot: no global state, no window
+def draw_curves(epochs: list[dict[str, Any]], path: Path, names: Mapping[str, str]) -> None:
+    """Draw loss and metrics over the epochs; `names` maps metrics to display names."""
+    from matplotlib.figure import Figure  # not pyplot: no global state, no window
 
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     panels = figure.subplots(1, 2)
-    x = [row["epoch"] + 1 for row in epochs]
-    named = {
+    x = [row["epoch"] for row in epochs]
+    lines = {
         "loss": {prefix + "loss": kind for prefix, kind in KINDS.items()},
-        f"{' and '.join(shown.values())} (%)": {
-            prefix + key: kind + (f", {label}" if len(shown) > 1 else "")
-            for key, label in shown.items()
+        f"{' and '.join(names.values())} (%)": {
+            prefix + key: kind + (f", {label}" if len(names) > 1 else "")
+            for key, label in names.items()
             for prefix, kind in KINDS.items()
         },
     }
-    for panel, (title, lines) in zip(panels, named.items(), strict=True):
-        for key, label in lines.items():
+    for panel, (title, keys) in zip(panels, lines.items(), strict=True):
+        for key, label in keys.items():
             if any(key in row for row in epochs):
                 marker = "." if len(x) < 30 else None
                 panel.plot(x, [row.get(key) for row in epochs], label=label, marker=marker, linewidth=1.6)

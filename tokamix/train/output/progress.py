@@ -1,48 +1,51 @@
-"""What a terminal shows of a run while it goes."""
+"""The progress of a run on a terminal, in 80 columns."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+COLUMNS = 80
 
 
 class Display:
-    """A bar with time left, speed, loss, accuracy and memory; plain lines, one an epoch, where there is no terminal.
+    """A progress bar with loss, metrics, speed and time left, and one line per epoch; lines only without a terminal.
 
     Args:
-        title: what is trained on what.
+        title: model and data.
+        folder: of the run.
         epochs: of the run.
         steps: of an epoch.
-        update: steps that are done already.
-        shown: numbers of an evaluation to show, and what to call them.
-        silent: show nothing.
+        update: steps that are finished already.
+        names: metrics to show, with their display names.
+        quiet: show nothing.
     """
 
     def __init__(
-        self, title: str, epochs: int, steps: int, update: int, shown: Mapping[str, str], silent: bool = False
+        self, title: str, folder: Path, epochs: int, steps: int, update: int, names: Mapping[str, str], quiet: bool
     ) -> None:
-        self.console = Console(quiet=silent)
-        self.epochs, self.steps, self.shown = epochs, steps, shown
-        self.accuracy: list[str] = []  # of the last evaluation
+        self.console = Console(quiet=quiet)
+        self.epochs, self.steps, self.names = epochs, steps, names
+        self.metrics: list[str] = []  # of the last evaluation
         self.last: dict[str, Any] | None = None
         self.bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=8),
             TaskProgressColumn(),
             TextColumn("{task.fields[text]}"),
-            TimeElapsedColumn(),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=False),
             TextColumn("left"),
-            TimeRemainingColumn(elapsed_when_finished=False),
             console=self.console,
             refresh_per_second=4,
-            disable=silent or not self.console.is_terminal,
+            disable=quiet or not self.console.is_terminal,
         )
         if update:
-            self.console.print(f"{title}: going on after step {update} of {epochs * steps}", highlight=False)
+            self.say(f"{title}: resuming {folder} after step {update} of {epochs * steps}")
         else:
-            self.console.print(f"{title}: {epochs} epochs of {steps} steps", highlight=False)
+            self.say(f"{title}: {epochs} epochs of {steps} steps, in {folder}")
         self.task = self.bar.add_task("", total=epochs * steps, completed=update, text="")
 
     def __enter__(self) -> Self:
@@ -59,30 +62,33 @@ class Display:
         self.bar.update(self.task, completed=update)
 
     def report(self, row: dict[str, Any]) -> None:
-        """Show the numbers of the last steps."""
+        """Show the metrics of the last steps."""
         self.last = row
-        parts = [f"loss {row['loss']:.3f}", *self.accuracy, f"{row['images_per_second']:,.0f} img/s"]
-        text = "  ".join([*parts, f"{row['memory_gb']:.1f} GB"])
-        self.bar.update(self.task, description=f"epoch {row['epoch'] + 1}/{self.epochs}", text=text)
+        description = f"epoch {row['epoch']}/{self.epochs}"
+        parts = [f"loss {row['loss']:.3f}", *self.metrics[:1], f"{row['images_per_second']:,.0f} img/s"]
+        # bar, percentage, time left and the spaces between them take 29 columns
+        self.bar.update(self.task, description=description, text=_join(parts, COLUMNS - 29 - len(description), " "))
 
-    def epoch(self, row: dict[str, Any], best: bool) -> None:
+    def epoch(self, row: dict[str, Any], is_best: bool) -> None:
         """Print an epoch's line."""
-        found = {key: label for key, label in self.shown.items() if key in row}
-        self.accuracy = [f"{label} {row[key]:.2f}" for key, label in found.items()]
+        shown = {key: name for key, name in self.names.items() if key in row}
+        self.metrics = [f"{name} {row[key]:.2f}" for key, name in shown.items()]
         if self.last is not None:
             self.report(self.last)
-        averaged = {key: f" (averaged {row[f'ema_{key}']:.2f})" if f"ema_{key}" in row else "" for key in found}
-        self.console.print(
-            f"epoch {row['epoch'] + 1:>{len(str(self.epochs))}}/{self.epochs}"
-            f"  train loss {row['train_loss']:.4f}"
-            + (f"  loss {row['loss']:.4f}" if "loss" in row else "")
-            + "".join(f"  {label} {row[key]:6.2f}{averaged[key]}" for key, label in found.items())
-            + f"  {row['images_per_second']:,.0f} img/s  {row['seconds']:.1f} s"
-            + ("  best" if best else ""),
-            highlight=False,
-            soft_wrap=True,
-        )
+        parts = [f"epoch {row['epoch']:>{len(str(self.epochs))}}/{self.epochs}", f"train loss {row['train_loss']:.4f}"]
+        parts += [f"val loss {row['loss']:.4f}"] if "loss" in row else []
+        for key, name in shown.items():
+            parts.append(f"{name} {row[key]:.2f}" + (f" (ema {row[f'ema_{key}']:.2f})" if f"ema_{key}" in row else ""))
+        parts += ["best"] if is_best else []
+        self.say(_join([*parts, f"{row['seconds']:.1f} s", f"{row['images_per_second']:,.0f} img/s"], COLUMNS))
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _join(parts: list[str], width: int, space: str = "  ") -> str:
+    """Join parts, the last ones only as far as there is room."""
+    while len(parts) > 1 and len(space.join(parts)) > width:
+        parts = parts[:-1]
+    return space.join(parts)

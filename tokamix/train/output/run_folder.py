@@ -1,11 +1,12 @@
-"""The folder of a run: everything needed to go on with it, to look at it, and to use the model elsewhere.
+"""The folder of a run: everything needed to resume it, to inspect it, and to use the model elsewhere.
 
 config.json         the model as timm and the Hub describe it: timm.create_model("local-dir:RUN", pretrained=True)
-model.safetensors   the best weights so far; last.safetensors the latest
-state/              what the same command goes on from
-recipe.yaml         every setting; environment.json: versions, device, command
-metrics.jsonl       one line for each report and each epoch; metrics.csv: the epochs; curves.png; tensorboard/
-pictures/           predictions on a few validation images, of the best and the latest epochs, where there are any
+model.safetensors   the best weights so far; last.safetensors: the latest
+state/              the training state that a run resumes from
+recipe.yaml         every setting, usable as --recipe; environment.json: versions, device, command
+metrics.jsonl       one line per report and per epoch; metrics.csv: the epochs; curves.png; tensorboard/
+pictures/           predictions of segmenters and detectors on a few validation images, of the best and latest epochs
+per_class.csv, confusion_matrix.csv and .png, mistakes.png: a report on a classifier's best weights
 README.md           a model card
 """
 
@@ -18,6 +19,7 @@ import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,50 +27,54 @@ import torch
 from PIL.Image import Image
 
 from tokamix.files import WriteError, write_atomically, write_json, write_tensors, write_text
-from tokamix.train.loop.state import Tensors
-from tokamix.train.output.card import model_card
+from tokamix.recipes import Recipe
+from tokamix.train.loop.state import Tensors, read_header
+from tokamix.train.output.card import create_card
 from tokamix.train.output.curves import draw_curves
 
 Row = dict[str, Any]
-PICTURES = 3  # the latest ones are kept, besides the best
+RUNS = Path("runs")
+LATEST_PICTURES = 3  # kept besides the best epoch's
 PACKAGES = ("tokamix", "torch", "torchvision", "timm", "accelerate", "safetensors", "numpy")
+REPORT = ("per_class.csv", "confusion_matrix.csv", "confusion_matrix.png", "mistakes.png")
+OUTPUTS = ("metrics.jsonl", "metrics.csv", "curves.png", "model.safetensors", "last.safetensors", *REPORT)
 
 
 class RunFolder:
-    """Reads and writes a run's files; in a run of many processes the first one alone does."""
+    """Reads and writes a run's files; in a distributed run, rank 0 alone writes."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.state = self.path / "state" / "state.safetensors"
         self.epochs: list[Row] = []
 
-    def begin(self, recipe_yaml: str, config: Row, processes: int, device: torch.device) -> None:
-        """Write what is known before the first step."""
+    def begin(self, recipe_yaml: str, config: Row, settings: Row, accelerator: Any) -> None:
+        """Write everything that is known before the first step."""
         write_text(self.path / "recipe.yaml", recipe_yaml)
         write_json(self.path / "config.json", config, indent=2)
-        write_json(self.path / "environment.json", environment(processes, device), indent=2)
+        environment = describe_environment(accelerator) | {"settings": settings}
+        write_json(self.path / "environment.json", environment, indent=2)
 
-    def forget(self) -> None:
-        """Remove what a run of before left, so that this one starts anew."""
+    def clear(self) -> None:
+        """Remove the outputs of an earlier run, before a new one starts."""
         if (self.path / "model.safetensors").exists() and not (self.path / "metrics.jsonl").exists():
-            raise ValueError(f"{self.path} holds a model that is not of a run of ours; use another --output")
-        for name in ("metrics.jsonl", "metrics.csv", "curves.png", "model.safetensors", "last.safetensors"):
+            raise ValueError(f"{self.path} holds a model that is not of a tokamix run; use another --output")
+        for name in OUTPUTS:
             (self.path / name).unlink(missing_ok=True)
         for picture in self.pictures():
             picture.unlink()
         self.state.unlink(missing_ok=True)
 
-    def rewind(self, epoch: int, update: int) -> None:
-        """Forget the lines that were written after this moment: they will be written again."""
-        # an epoch's line comes after its last step
-        kept = [
-            row for row in self.rows() if (row["epoch"] < epoch or row["event"] == "train") and row["update"] <= update
-        ]
+    def truncate(self, epochs: int, update: int) -> None:
+        """Remove the lines written after this many epochs and steps: they will be written again."""
+        # an epoch's line follows its last step
+        kept = [row for row in self.rows() if (row["epoch"] <= epochs or row["event"] == "train")]
+        kept = [row for row in kept if row["update"] <= update]
         self.epochs = [row for row in kept if row["event"] == "epoch"]
         write_text(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
 
     def rows(self) -> list[Row]:
-        """The lines of metrics.jsonl; one that was cut off by a kill is left out."""
+        """The lines of metrics.jsonl, up to one that a kill has cut off."""
         path = self.path / "metrics.jsonl"
         rows = []
         for line in path.read_text().splitlines() if path.is_file() else ():
@@ -79,7 +85,7 @@ class RunFolder:
         return rows
 
     def add(self, row: Row) -> None:
-        """Add a line to metrics.jsonl, and an epoch's to metrics.csv."""
+        """Append a row to metrics.jsonl, and an epoch's to metrics.csv."""
         path = self.path / "metrics.jsonl"
         try:
             with path.open("a") as file:
@@ -97,23 +103,35 @@ class RunFolder:
         write_tensors(self.path / f"{name}.safetensors", weights)
 
     def pictures(self) -> list[Path]:
-        """The pictures of predictions, oldest first."""
+        """The drawings of predictions, oldest first."""
         return sorted((self.path / "pictures").glob("epoch_*.png"))
 
     def add_picture(self, epoch: int, picture: Image, best: int) -> None:
-        """Keep an epoch's picture, those of the latest before it, and that of the best epoch."""
-        path = self.path / "pictures" / f"epoch_{epoch + 1:04}.png"
-        write_atomically(path, lambda beside: picture.save(beside, format="png"))
-        kept = {f"epoch_{number:04}" for number in (best + 1, *range(epoch - PICTURES + 2, epoch + 2))}
+        """Write an epoch's drawing; keep the latest ones and that of the best epoch."""
+        path = self.path / "pictures" / f"epoch_{epoch:04}.png"
+        write_atomically(path, lambda temporary: picture.save(temporary, format="png"))
+        kept = {f"epoch_{number:04}" for number in (best, *range(epoch - LATEST_PICTURES + 1, epoch + 1))}
         for other in self.pictures():
             if other.stem not in kept:
                 other.unlink()
 
-    def present(self, config: Row, recipe: Row, data: str, best: Row | None, shown: Mapping[str, str]) -> None:
-        """Write what people look at: curves and model card."""
-        if self.epochs and find_spec("matplotlib"):  # an extra: metrics.csv holds the same numbers
-            write_atomically(self.path / "curves.png", lambda beside: draw_curves(self.epochs, beside, shown))
-        write_text(self.path / "README.md", model_card(self.path.name, config, recipe, data, best))
+    def publish(self, config: Row, recipe: Recipe, data: str, best: Row | None, names: Mapping[str, str]) -> None:
+        """Write the files for people: curves and model card."""
+        if self.epochs and find_spec("matplotlib"):  # an extra; metrics.csv has the same numbers
+            write_atomically(self.path / "curves.png", lambda temporary: draw_curves(self.epochs, temporary, names))
+        write_text(self.path / "README.md", create_card(self.path.name, config, recipe, data, best))
+
+    def can_resume(self, settings: Row) -> bool:
+        """Whether this is an unfinished run with these settings."""
+        try:
+            if self.state.is_file():
+                header = read_header(self.state)
+                return not header["finished"] and not changed_settings(header["settings"], settings)
+            # stopped before the first save
+            started = json.loads((self.path / "environment.json").read_text())["settings"]
+            return not (self.path / "model.safetensors").exists() and not changed_settings(started, settings)
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
 
     def _write_csv(self) -> None:
         columns = list(dict.fromkeys(key for row in self.epochs for key in row if key != "event"))
@@ -124,17 +142,47 @@ class RunFolder:
         (self.path / "metrics.csv").write_text(text.getvalue())
 
 
-def environment(processes: int, device: torch.device) -> Row:
+def choose_run_folder(settings: Row, new: bool = False) -> Path:
+    """The unfinished run with these settings, else the first free folder of runs/train, runs/train-2, ...
+
+    Args:
+        settings: recipe, model and data of the run.
+        new: do not resume a run.
+    """
+    paths = (RUNS / ("train" if number == 1 else f"train-{number}") for number in count(1))
+    for path in paths:
+        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+            return path
+        if not new and RunFolder(path).can_resume(settings):
+            return path
+    raise AssertionError("count() does not end")
+
+
+def changed_settings(before: Row, now: Row) -> str:
+    """The settings that differ, in words; empty if none do."""
+    changed = [key for key in {**before, **now} if before.get(key) != _as_json(now.get(key))]
+    return ", ".join(f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in changed)
+
+
+def _as_json(value: Any) -> Any:
+    """A value after a round trip through JSON: keys are strings, tuples are lists."""
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    return [_as_json(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def describe_environment(accelerator: Any) -> Row:
     """Versions, device and command."""
-    found: Row = {"python": platform.python_version(), "platform": platform.platform()}
+    device = accelerator.device
+    values: Row = {"python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            values[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    found["processes"] = processes
-    found["threads"] = torch.get_num_threads()
-    found["command"] = sys.argv
-    found["started"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    return found
+            values[package] = None
+    values["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    values["processes"] = accelerator.num_processes
+    values["threads"] = torch.get_num_threads()
+    values["command"] = sys.argv
+    values["started"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return values

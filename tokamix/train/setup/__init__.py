@@ -1,1 +1,1 @@
-"""Model, data and task of a run, from its recipe."""
+"""Setting up a run: processes, starting weights, teacher."""

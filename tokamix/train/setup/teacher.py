@@ -1,4 +1,4 @@
-"""Teachers: any timm model, checkpoint or ONNX file that answers images with logits."""
+"""Distillation teachers: any timm model, checkpoint or ONNX file that returns logits."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +19,7 @@ Statistics = tuple[Sequence[float], Sequence[float]]
 
 
 class Teacher:
-    """Logits for images that were normalised for the student: brought to the teacher's own statistics and size."""
+    """Logits for the student's images, which are converted to the teacher's normalisation and size."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Teacher:
     ) -> None:
         self.logits = logits
         self.size = size
-        self.scale, self.shift = _between(student, own, device)
+        self.scale, self.shift = _convert(student, own, device)
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
@@ -53,13 +53,13 @@ def load_teacher(
     """Load a teacher.
 
     Args:
-        source: a timm name (its pretrained weights are taken), `name@file` for a checkpoint of that model, the folder
+        source: a timm name (with its pretrained weights), `name@file` for a checkpoint of that model, the folder
             of a run, `hf-hub:user/name`, or an .onnx file. An ONNX file may state its normalisation as `mean` and `std`
-            in its metadata; otherwise it is given the student's.
-        num_classes: what the teacher must tell apart.
-        student: mean and std that the images were normalised with.
-        device: where it runs.
-        autocast: context of its forward passes.
+            in its metadata; default: the student's.
+        num_classes: of the data; the teacher must have as many.
+        student: mean and std of the student's images.
+        device: of the teacher.
+        autocast: context manager of its forward passes.
         compiled: use torch.compile.
     """
     if source.endswith(".onnx"):
@@ -67,8 +67,8 @@ def load_teacher(
     model = _load_model(source).to(device).eval().requires_grad_(False)
     if model.num_classes != num_classes:
         raise ValueError(
-            f"the teacher {source} tells {model.num_classes} classes apart, but the data has {num_classes};"
-            " give one that was trained on the same classes"
+            f"the teacher {source} has {model.num_classes} classes, but the data has {num_classes}; give one that was"
+            " trained on the same classes"
         )
     config = resolve_model_data_config(model)
     size = tuple(config["input_size"][1:]) if model.pretrained_cfg.get("fixed_input_size") else None
@@ -95,7 +95,7 @@ def _load_model(source: str) -> Any:
         load_checkpoint(model, weights)
         return model
     if Path(source).suffix in (".pth", ".pt", ".safetensors", ".bin"):
-        raise ValueError(f"{source} holds weights but does not say of which model; write NAME@{source}")
+        raise ValueError(f"{source} has weights but no model name; write NAME@{source}")
     return create_model(source, pretrained=True)
 
 
@@ -115,28 +115,29 @@ def _onnx_teacher(file: str, num_classes: int, student: Statistics, device: torc
     fixed = entry.shape[0] if isinstance(entry.shape[0], int) else None
     classes = session.get_outputs()[0].shape[-1]
     if isinstance(classes, int) and classes != num_classes:
-        raise ValueError(f"the teacher {file} tells {classes} classes apart, but the data has {num_classes}")
-    told = session.get_modelmeta().custom_metadata_map
-    own = (loads(told["mean"]), loads(told["std"])) if "mean" in told and "std" in told else student
+        raise ValueError(f"the teacher {file} has {classes} classes, but the data has {num_classes}")
+    metadata = session.get_modelmeta().custom_metadata_map
+    known = "mean" in metadata and "std" in metadata
+    own = (loads(metadata["mean"]), loads(metadata["std"])) if known else student
     sides = tuple(entry.shape[2:])
     size = sides if all(isinstance(side, int) for side in sides) else None
 
     def logits(images: Tensor) -> Tensor:
-        # a file made for a fixed batch takes the images in parts of that size
+        # a file exported for a fixed batch size gets the images in parts of that size
         parts = images.float().cpu().split(fixed or len(images))
-        rows = [torch.from_numpy(session.run(None, {entry.name: _fill(part, fixed).numpy()})[0]) for part in parts]
+        rows = [torch.from_numpy(session.run(None, {entry.name: _pad(part, fixed).numpy()})[0]) for part in parts]
         return torch.cat(rows)[: len(images)].to(device)
 
     return Teacher(logits, own, student, size, device)
 
 
-def _fill(images: Tensor, size: int | None) -> Tensor:
+def _pad(images: Tensor, size: int | None) -> Tensor:
     missing = (size or len(images)) - len(images)
     return torch.cat([images, images.new_zeros(missing, *images.shape[1:])]) if missing else images
 
 
-def _between(student: Statistics, own: Statistics, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Scale and shift that take images from one normalisation to the other."""
+def _convert(student: Statistics, own: Statistics, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Scale and shift from one normalisation to the other."""
     (mean, std), (own_mean, own_std) = (
         [torch.tensor(values, device=device).view(1, -1, 1, 1) for values in statistics]
         for statistics in (student, own)

@@ -1,57 +1,150 @@
 """Image classification."""
 
+import logging
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tokamix.data import Loader, mix
+from tokamix.checkpoint import load_checkpoint
+from tokamix.compile import compile_blocks
+from tokamix.data import DatasetSplits, ImageDataset, Loader, create_dataset, mix
+from tokamix.data.images.loader import create_eval_loader, create_train_loader
 from tokamix.evaluate.accuracy import measure_accuracy
+from tokamix.evaluate.report import write_report
+from tokamix.inference import InferenceConfig
 from tokamix.recipes import Recipe
-from tokamix.train.tasks import Logs, Moment
+from tokamix.train.setup.accelerator import Accelerator
+from tokamix.train.setup.model import create_classifier
+from tokamix.train.tasks.task import LoaderOptions, Logs, Position
+
+_log = logging.getLogger("tokamix")
+# keys of timm's pretrained_cfg that describe a download, not the model
+DOWNLOAD_KEYS = frozenset(
+    ("url", "file", "source", "hf_hub_id", "hf_hub_filename", "state_dict", "tag", "architecture", "notes")
+)
 
 
 class Classify:
-    """Cross-entropy with label smoothing; on mixed images and labels where the recipe mixes."""
+    """Cross-entropy with label smoothing, on mixed images and labels where the recipe has mixup or CutMix."""
 
     metric = "top1"
-    shown: Mapping[str, str] = MappingProxyType({"top1": "top-1"})
+    metric_names: Mapping[str, str] = MappingProxyType({"top1": "top-1"})
+    inference: InferenceConfig
 
-    def __init__(self, recipe: Recipe, num_classes: int) -> None:
+    def __init__(self, recipe: Recipe, data: str | DatasetSplits) -> None:
         self.recipe = recipe
-        self.num_classes = num_classes
+        self.splits = create_dataset(data, seed=recipe.seed) if isinstance(data, str) else data
+        if self.splits.task != "classify":
+            raise ValueError(
+                f"the recipe {recipe.name} is for task classify, but {self.splits.name} was opened for another task"
+            )
 
-    def prepare(self, model: nn.Module) -> None:
-        """Nothing to do."""
+    def create_model(self, model: str | nn.Module | None, checkpoint: str | Path | None, pretrained: bool) -> Any:
+        """Create the classifier from the recipe, or take the given module."""
+        self.in_chans = self.recipe.model_kwargs.get("in_chans", 3)
+        if isinstance(model, nn.Module):
+            num_classes = getattr(model, "num_classes", self.splits.num_classes)
+            if num_classes != self.splits.num_classes:
+                raise ValueError(f"the model has {num_classes} classes, but the data has {self.splits.num_classes}")
+            if checkpoint is not None:
+                load_checkpoint(model, checkpoint)
+            network: Any = model
+            self.arguments: dict[str, Any] = {}
+        else:
+            network, self.arguments = create_classifier(
+                model, self.recipe, self.splits.num_classes, self.in_chans, checkpoint, pretrained
+            )
+        self.pretrained_cfg = getattr(network, "pretrained_cfg", None) or {}
+        self.architecture = self.pretrained_cfg.get("architecture", type(network).__name__)
+        self.num_features = getattr(network, "num_features", None)
+        self.inference = self._inference_config(network)
+        return network
 
-    def loss(self, model: nn.Module, images: Tensor, labels: Tensor, moment: Moment) -> tuple[Tensor, Logs]:
-        """The loss of a batch, and what to report of it."""
-        images, target = self.mixed(images, labels, moment)
+    def _inference_config(self, network: nn.Module) -> InferenceConfig:
+        """The model's preprocessing with the recipe's values; small images that are held as arrays are not cropped."""
+        options: dict[str, Any] = {"image_size": self.recipe.image_size, "interpolation": self.recipe.interpolation}
+        val = self.splits.val
+        if self.recipe.crop_pct is not None:
+            options["crop_pct"] = self.recipe.crop_pct
+        elif isinstance(val, ImageDataset) and val.arrays() is not None:
+            options["crop_pct"] = 1.0
+        return InferenceConfig.from_model(network, self.splits.classes, in_chans=self.in_chans, **options)
+
+    def title(self) -> str:
+        """The model's name."""
+        return str(self.architecture)
+
+    def config(self) -> dict[str, Any]:
+        """config.json as timm and the Hub read it, plus the inference config."""
+        inference = self.inference
+        cfg = {k: v for k, v in self.pretrained_cfg.items() if v is not None and k not in DOWNLOAD_KEYS}
+        cfg |= {key: getattr(inference, key) for key in ("mean", "std", "interpolation", "crop_pct", "num_classes")}
+        cfg |= {"input_size": (inference.in_chans, inference.image_size, inference.image_size)}
+        return {
+            "architecture": self.architecture,
+            "num_classes": inference.num_classes,
+            "num_features": self.num_features,
+            "label_names": list(inference.class_names),
+            "model_args": self.arguments,
+            "pretrained_cfg": cfg,
+            "inference": inference.to_dict(),
+        }
+
+    def create_loaders(self, options: LoaderOptions) -> tuple[Loader, Loader]:
+        """Create the training and the validation loader."""
+        inference, common = self.inference, options._asdict()
+        preprocessing: Any = {"in_chans": inference.in_chans, "mean": inference.mean, "std": inference.std}
+        preprocessing["crop_pct"] = inference.crop_pct
+        train_loader = create_train_loader(self.splits.train, self.recipe, **common, **preprocessing)
+        return train_loader, create_eval_loader(self.splits.val, inference, **common)
+
+    def prepare(self, model: nn.Module, accelerator: Accelerator | None) -> None:
+        """Nothing to prepare."""
+
+    def compile(self, model: nn.Module, graphs: bool) -> None:
+        """Compile the blocks of the model."""
+        compile_blocks(model, graphs)
+
+    def loss(self, model: nn.Module, images: Tensor, labels: Tensor, position: Position) -> tuple[Tensor, Logs]:
+        """Compute the loss of a batch, and the scalars to log."""
+        images, target = self.mix(images, labels, position)
         logits = model(images)
         loss = self.cross_entropy(logits, target)
-        return loss, {"loss": loss, **self.report(logits, target)}
+        return loss, {"loss": loss, **self.accuracy(logits, target)}
 
-    def mixed(self, images: Tensor, labels: Tensor, moment: Moment) -> tuple[Tensor, Tensor]:
-        """The batch after mixup and CutMix: labels become distributions; both stay as they are without."""
+    def mix(self, images: Tensor, labels: Tensor, position: Position) -> tuple[Tensor, Tensor]:
+        """Apply mixup and CutMix: labels become distributions; without them both are returned unchanged."""
         if not (self.recipe.mixup or self.recipe.cutmix):
             return images, labels
-        return mix(images, labels, self.recipe, self.num_classes, seed=tuple(moment))
+        return mix(images, labels, self.recipe, self.splits.num_classes, seed=tuple(position))
 
     def cross_entropy(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Against class numbers, which are smoothed here, or distributions, which are smoothed already."""
+        """Cross-entropy against class indices, which are smoothed here, or distributions, which already are."""
         smoothing = 0.0 if target.is_floating_point() else self.recipe.label_smoothing
         return F.cross_entropy(logits.float(), target, label_smoothing=smoothing)
 
-    def report(self, logits: Tensor, target: Tensor) -> Logs:
-        """The accuracy in percent on this batch, unless its images are mixed and have no one right answer."""
+    def accuracy(self, logits: Tensor, target: Tensor) -> Logs:
+        """Accuracy in percent on this batch, unless its images are mixed and have no single label."""
         if target.is_floating_point():
             return {}
         return {"top1": 100.0 * (logits.detach().argmax(1) == target).float().mean()}
 
-    def evaluate(self, model: nn.Module, loader: Loader, batch_size: int | None = None) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, loader: Loader, pad_to: int | None = None) -> dict[str, float]:
         """Accuracy and loss on a validation set."""
-        return measure_accuracy(model, loader, batch_size)
+        return measure_accuracy(model, loader, pad_to)
 
-    def picture(self, model: nn.Module) -> None:
-        """Nothing to show."""
+    def draw_predictions(self, model: nn.Module) -> None:
+        """Nothing to draw."""
+
+    def write_report(self, folder: Path, model: nn.Module) -> None:
+        """Write confusion matrix, accuracy of each class and the worst mistakes; a failure does not end the run."""
+        if (folder / "mistakes.png").exists():  # the last of its files
+            return
+        try:
+            write_report(folder, model, self.splits.val, self.inference)
+        except Exception as error:  # metrics and weights matter more than a report
+            _log.warning("the report cannot be written: %s: %s", type(error).__name__, error)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from tokamix.data.annotated.datasets import AnnotatedImage
+from tokamix.data import AnnotatedImage
 from tokamix.evaluate.segmentation import measure_miou
 from tokamix.predict import Prediction
 from tokamix.predict.draw import Colour, class_colours
@@ -17,19 +17,19 @@ class Segment(Dense):
     """A class for each pixel, measured by the mean IoU of the classes."""
 
     metric = "miou"
-    shown: Mapping[str, str] = MappingProxyType({"miou": "mIoU"})
+    metric_names: Mapping[str, str] = MappingProxyType({"miou": "mIoU"})
 
-    def evaluate(self, model: nn.Module, loader: Any, batch_size: int | None = None) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, loader: Any, pad_to: int | None = None) -> dict[str, float]:
         """Mean IoU and accuracies on a validation set."""
-        found = measure_miou(model, loader, self.inference)
-        return {key: found[key] for key in ("miou", "pixel_accuracy", "mean_accuracy")}
+        metrics = measure_miou(model, loader, self.inference)
+        return {key: metrics[key] for key in ("miou", "pixel_accuracy", "mean_accuracy")}
 
-    def truth(self, scene: AnnotatedImage) -> Prediction:
-        """What a perfect model would answer."""
-        assert scene.segmentation is not None
-        return Prediction(segmentation=scene.segmentation.long())
+    def ground_truth(self, sample: AnnotatedImage) -> Prediction:
+        """The annotations as a prediction."""
+        assert sample.segmentation is not None
+        return Prediction(segmentation=sample.segmentation.long())
 
     def legend(self, used: set[int]) -> list[tuple[str, Colour]]:
-        """What the colours of classes mean."""
-        colours = class_colours(self.opened.classes)
-        return [(name, colours[i]) for i, name in enumerate(self.opened.classes) if i in used]
+        """Names and colours of the classes that are used."""
+        colours = class_colours(self.splits.classes)
+        return [(name, colours[i]) for i, name in enumerate(self.splits.classes) if i in used]
