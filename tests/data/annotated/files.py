@@ -15,17 +15,17 @@ CATEGORIES = [{"id": 3, "name": "cat"}, {"id": 7, "name": "dog"}, {"id": 90, "na
 METHODS = {"segment": "semantic_fpn", "detect": "mask_rcnn"}
 
 
-def scene_recipe(task: str, **values: Any) -> Recipe:
+def dense_recipe(task: str, **values: Any) -> Recipe:
     plain = {"name": "test", "task": task, "method": METHODS[task], "interpolation": "bilinear", "batch_size": 4}
     plain |= {"crop_size": 32} if task == "segment" else {}
     return create_recipe(plain | values)
 
 
-def scene_config(task: str, **values: Any) -> InferenceConfig:
+def dense_config(task: str, **values: Any) -> InferenceConfig:
     return InferenceConfig(**{"task": task, "class_names": (), "interpolation": "bilinear"} | values)
 
 
-def thing(number: int, image: int, box: list[float], category: int = 3, **more: Any) -> dict[str, Any]:
+def annotation(number: int, image: int, box: list[float], category: int = 3, **more: Any) -> dict[str, Any]:
     """An annotation whose outline is its box."""
     left, top, width, height = box
     right, bottom = left + width, top + height

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from pycocotools import mask as tools
 
-from tests.data.annotated.files import CATEGORIES, content, thing, write_coco
+from tests.data.annotated.files import CATEGORIES, annotation, content, write_coco
 from tests.data.conftest import noise
 from tokamix.data import DataError, DatasetSplits, create_dataset
 from tokamix.data.annotated.rle import encode_rle
@@ -20,7 +20,7 @@ L_SHAPE = [[2.0, 2, 10, 2, 10, 6, 6, 6, 6, 12, 2, 12]]
 
 def opened(root: Path, train: dict, val: dict | None = None, task: str = "detect", options: str = "") -> DatasetSplits:
     write_coco(root, "train", train)
-    write_coco(root, "val", val or content(2, [thing(1, 10, [3, 4, 10, 8])]))
+    write_coco(root, "val", val or content(2, [annotation(1, 10, [3, 4, 10, 8])]))
     return create_dataset(f"coco:{root}{options}", task)
 
 
@@ -32,10 +32,10 @@ def test_boxes_polygons_and_run_lengths(tmp_path: Path) -> None:
     packed = {"size": packed["size"], "counts": packed["counts"].decode()}
     several = [[1.0, 20, 5, 20, 5, 25, 1, 25], [30, 1, 36, 1, 36, 4, 30, 4]]
     told = [
-        thing(5, 10, [2, 2, 8, 10], 3, segmentation=L_SHAPE),
-        thing(2, 10, [20, 5, 11, 4], 90, segmentation=runs),
-        thing(9, 11, [20, 5, 11, 4], 7, segmentation=packed, iscrowd=1),
-        thing(4, 11, [1, 1, 35, 24], 7, segmentation=several),
+        annotation(5, 10, [2, 2, 8, 10], 3, segmentation=L_SHAPE),
+        annotation(2, 10, [20, 5, 11, 4], 90, segmentation=runs),
+        annotation(9, 11, [20, 5, 11, 4], 7, segmentation=packed, iscrowd=1),
+        annotation(4, 11, [1, 1, 35, 24], 7, segmentation=several),
     ]
     data = opened(tmp_path, content(2, told))
     assert data.classes == ("cat", "dog", "owl")
@@ -59,7 +59,11 @@ def test_boxes_polygons_and_run_lengths(tmp_path: Path) -> None:
 
 
 def test_for_segmentation(tmp_path: Path) -> None:
-    told = [thing(1, 10, [0, 0, 20, 20], 90), thing(2, 10, [5, 5, 4, 4], 3), thing(3, 10, [0, 0, 40, 32], 7, iscrowd=1)]
+    told = [
+        annotation(1, 10, [0, 0, 20, 20], 90),
+        annotation(2, 10, [5, 5, 4, 4], 3),
+        annotation(3, 10, [0, 0, 40, 32], 7, iscrowd=1),
+    ]
     data = opened(tmp_path, content(1, told), task="segment")
     assert data.classes == ("background", "cat", "dog", "owl")
     classes = data.train.sample(0, masks=False).segmentation
@@ -70,7 +74,7 @@ def test_for_segmentation(tmp_path: Path) -> None:
 
 
 def test_images_without_things(tmp_path: Path) -> None:
-    told = content(4, [thing(1, 11, [1, 1, 5, 5]), thing(2, 12, [1, 1, 5, 5], iscrowd=1)])
+    told = content(4, [annotation(1, 11, [1, 1, 5, 5]), annotation(2, 12, [1, 1, 5, 5], iscrowd=1)])
     data = opened(tmp_path, told, told)
     assert [data.train.image_id(i) for i in range(len(data.train))] == [11]  # a crowd alone is nothing to learn
     assert len(data.val) == 4
@@ -83,14 +87,14 @@ def test_images_without_things(tmp_path: Path) -> None:
 
 def test_over_the_edge_and_without_area(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     told = [
-        thing(1, 10, [30, 20, 30, 30]),
-        thing(2, 10, [-5, -5, 10, 10]),
-        thing(3, 10, [50, 5, 10, 10]),  # wholly outside
-        thing(4, 10, [5, 5, 0, 10]),
-        thing(5, 10, [5, 5, 10, -1]),
-        thing(6, 10, [5, 5, 1, 1]),
-        thing(7, 10, [5, 5, 6, 6], segmentation=[[5, 5, 6, 6]]),  # a line is no outline
-        thing(8, 10, [5, 5, 6, 6], segmentation=[]),
+        annotation(1, 10, [30, 20, 30, 30]),
+        annotation(2, 10, [-5, -5, 10, 10]),
+        annotation(3, 10, [50, 5, 10, 10]),  # wholly outside
+        annotation(4, 10, [5, 5, 0, 10]),
+        annotation(5, 10, [5, 5, 10, -1]),
+        annotation(6, 10, [5, 5, 1, 1]),
+        annotation(7, 10, [5, 5, 6, 6], segmentation=[[5, 5, 6, 6]]),  # a line is no outline
+        annotation(8, 10, [5, 5, 6, 6], segmentation=[]),
     ]
     with caplog.at_level(logging.WARNING, "tokamix"):
         scene = opened(tmp_path, content(1, told)).train.sample(0)
@@ -104,7 +108,7 @@ def test_over_the_edge_and_without_area(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_boxes_alone(tmp_path: Path) -> None:
-    told = [{k: v for k, v in thing(1, 10, [3, 4, 10, 8]).items() if k not in ("segmentation", "area", "iscrowd")}]
+    told = [{k: v for k, v in annotation(1, 10, [3, 4, 10, 8]).items() if k not in ("segmentation", "area", "iscrowd")}]
     data = opened(tmp_path, content(1, told), content(1, told))
     assert not data.train.has_masks
     assert data.train.sample(0).masks is None
@@ -119,7 +123,7 @@ def test_boxes_alone(tmp_path: Path) -> None:
 
 
 def test_the_form_goes_out_as_it_came_in(tmp_path: Path) -> None:
-    told = content(3, [thing(0, 12, [3, 4, 10, 8], 90), thing(77, 10, [1, 1, 5, 5], iscrowd=1)])
+    told = content(3, [annotation(0, 12, [3, 4, 10, 8], 90), annotation(77, 10, [1, 1, 5, 5], iscrowd=1)])
     form = opened(tmp_path, told, told).val.coco_dict()
     assert form["categories"] == CATEGORIES
     assert form["images"] == told["images"]
@@ -129,7 +133,7 @@ def test_the_form_goes_out_as_it_came_in(tmp_path: Path) -> None:
 
 
 def test_one_file_is_split(tmp_path: Path) -> None:
-    told = content(20, [thing(i + 1, 10 + i, [3, 4, 10, 8]) for i in range(20)])
+    told = content(20, [annotation(i + 1, 10 + i, [3, 4, 10, 8]) for i in range(20)])
     path = write_coco(tmp_path, "all", told)
     data = create_dataset(str(path), "detect")
     ids = [{part.image_id(i) for i in range(len(part))} for part in (data.train, data.val)]
@@ -142,7 +146,7 @@ def test_one_file_is_split(tmp_path: Path) -> None:
 
 
 def test_one_image_cannot_be_split(tmp_path: Path) -> None:
-    path = write_coco(tmp_path, "all", content(1, [thing(1, 10, [3, 4, 10, 8])]))
+    path = write_coco(tmp_path, "all", content(1, [annotation(1, 10, [3, 4, 10, 8])]))
     with pytest.raises(DataError, match=r"instances_all\.json has only one image; two are needed to hold one out"):
         create_dataset(str(path), "detect")
 
@@ -157,7 +161,7 @@ def test_as_the_camera_says(tmp_path: Path, tag: int, stored: bool, size: tuple[
     raw = shown.transpose(Image.Transpose(undo[tag])) if tag > 1 else shown
     exif = Image.Exif()
     exif[0x0112] = tag
-    told = content(1, [thing(1, 10, [3, 4, 10, 8])])
+    told = content(1, [annotation(1, 10, [3, 4, 10, 8])])
     told["images"][0] |= dict(zip(("width", "height"), (raw if stored else shown).size, strict=True))
     data = opened(tmp_path, told, told)
     raw.save(tmp_path / "val/10.png", exif=exif)
@@ -166,15 +170,15 @@ def test_as_the_camera_says(tmp_path: Path, tag: int, stored: bool, size: tuple[
 
 
 def test_fewer_categories_in_validation(tmp_path: Path) -> None:
-    val = content(1, [thing(1, 10, [3, 4, 10, 8], 90)], categories=CATEGORIES[2:])
-    data = opened(tmp_path, content(1, [thing(1, 10, [3, 4, 10, 8])]), val)
+    val = content(1, [annotation(1, 10, [3, 4, 10, 8], 90)], categories=CATEGORIES[2:])
+    data = opened(tmp_path, content(1, [annotation(1, 10, [3, 4, 10, 8])]), val)
     assert data.val.sample(0).labels.tolist() == [2]
     assert data.val.classes == data.classes
 
 
 @pytest.mark.parametrize("place", ["images/train", "images", "train", "."])
 def test_pictures_are_found(tmp_path: Path, place: str) -> None:
-    told = content(1, [thing(1, 10, [3, 4, 10, 8])])
+    told = content(1, [annotation(1, 10, [3, 4, 10, 8])])
     path = write_coco(tmp_path, "train", told)
     (tmp_path / place).mkdir(parents=True, exist_ok=True)
     (tmp_path / "train/10.png").rename(tmp_path / place / "10.png")
@@ -184,7 +188,7 @@ def test_pictures_are_found(tmp_path: Path, place: str) -> None:
 
 def test_pictures_beside_the_file(tmp_path: Path) -> None:
     for part in ("train", "valid"):
-        told = content(1, [thing(1, 10, [3, 4, 10, 8])])
+        told = content(1, [annotation(1, 10, [3, 4, 10, 8])])
         write_coco(tmp_path, part, told).rename(tmp_path / part / "_annotations.coco.json")
     (tmp_path / "annotations").rmdir()
     assert len(create_dataset(str(tmp_path), "detect").val) == 1
@@ -197,7 +201,7 @@ def wrong(told: dict, **changes: object) -> dict:
     return told
 
 
-GOOD = content(2, [thing(1, 10, [3, 4, 10, 8]), thing(2, 11, [3, 4, 10, 8])])
+GOOD = content(2, [annotation(1, 10, [3, 4, 10, 8]), annotation(2, 11, [3, 4, 10, 8])])
 ERRORS = {
     "a list": ([], "is a list, not a COCO file with images, annotations and categories"),
     "no images": ({"annotations": [], "categories": []}, "has no list of images; is it a COCO annotation file"),

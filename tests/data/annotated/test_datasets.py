@@ -8,7 +8,7 @@ import pytest
 import torch
 from pycocotools import mask as tools
 
-from tests.data.annotated.files import blocks, content, thing, write_coco, write_pair
+from tests.data.annotated.files import annotation, blocks, content, write_coco, write_pair
 from tokamix.data import DataError, create_dataset
 from tokamix.data.annotated.datasets import AnnotatedImage, semantic_mask
 from tokamix.data.annotated.rle import encode_rle
@@ -112,7 +112,7 @@ def test_what_is_split_indices() -> None:
 
 def test_paths_are_looked_into(tmp_path: Path) -> None:
     for part in ("train", "val"):
-        write_coco(tmp_path / "coco", part, content(2, [thing(1, 10, [3, 4, 10, 8])]))
+        write_coco(tmp_path / "coco", part, content(2, [annotation(1, 10, [3, 4, 10, 8])]))
         write_pair(tmp_path / "masks/images" / part, tmp_path / "masks/annotations" / part, "a", blocks(0, 1))
     (tmp_path / "masks/classes.txt").write_text("ground\ntree\n")
     assert create_dataset(str(tmp_path / "coco"), "detect").classes == ("cat", "dog", "owl")

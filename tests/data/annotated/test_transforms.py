@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
-from tests.data.annotated.files import scene_config, scene_recipe
+from tests.data.annotated.files import dense_config, dense_recipe
 from tokamix.data import AnnotatedImage, create_dataset
 from tokamix.data.annotated import transforms as module
 from tokamix.data.annotated.transforms import crop, distort_colors, fit_size, flip, random_crop, resize, resize_for_eval
@@ -204,7 +204,7 @@ def test_colours(on: tuple[int, ...], late: int) -> None:
 
 
 def test_training_of_segmenters() -> None:
-    recipe = scene_recipe(
+    recipe = dense_recipe(
         "segment", scale=(120, 40), scale_range=(0.5, 2.0), crop_size=32, cat_max=0.75, photometric=True
     )
     scene = make(40, 60, (4, 8, 28, 32), (40, 4, 60, 40))
@@ -222,7 +222,7 @@ def test_training_of_segmenters() -> None:
 def test_training_of_detectors() -> None:
     scene = make(40, 60, (4, 8, 28, 32), (40, 4, 60, 40), (0, 0, 60, 40))
     scene.crowd[2] = True
-    recipe = scene_recipe("detect", scale=(130, 80), scales=(20, 40, 60))
+    recipe = dense_recipe("detect", scale=(130, 80), scales=(20, 40, 60))
     sizes, left = set(), set()
     for seed in range(40):
         moved = module.augment_detect(scene, recipe, np.random.default_rng(seed))
@@ -232,13 +232,13 @@ def test_training_of_detectors() -> None:
         left.add(moved.boxes[0, 0].item() * 40 / moved.size[0])
     assert sizes == {(20, 30), (40, 60), (60, 90)}
     assert left == {4.0, 32.0}
-    assert module.augment_detect(scene, scene_recipe("detect", hflip=0.0), np.random.default_rng(0)).size == (40, 60)
+    assert module.augment_detect(scene, dense_recipe("detect", hflip=0.0), np.random.default_rng(0)).size == (40, 60)
 
 
 def test_cut_then_scaled() -> None:
     """Half of the time a part of 384 to 600 px a side is cut out of the image at a short side of 400, 500 or 600."""
     scene = make(480, 640, (0, 0, 640, 480), (600, 440, 640, 480))
-    recipe = scene_recipe("detect", scale=(1333, 800), scales=(480, 512), crop_then_scale=True)
+    recipe = dense_recipe("detect", scale=(1333, 800), scales=(480, 512), crop_then_scale=True)
     ratios, dropped = [], 0
     for seed in range(60):
         moved = module.augment_detect(scene, recipe, np.random.default_rng(seed))
@@ -255,24 +255,24 @@ def test_cut_then_scaled() -> None:
 
 def test_evaluation() -> None:
     scene = make(40, 60, (4, 8, 28, 32))
-    moved = resize_for_eval(scene, scene_config("segment", scale=(400, 80)))
+    moved = resize_for_eval(scene, dense_config("segment", scale=(400, 80)))
     assert moved.size == (80, 120)
     assert moved.segmentation is scene.segmentation  # measured at the original size
     assert moved.boxes.tolist() == [[8, 16, 56, 64]]
-    assert resize_for_eval(scene, scene_config("segment")).size == (40, 60)
+    assert resize_for_eval(scene, dense_config("segment")).size == (40, 60)
 
 
 def test_a_line_of_pixels() -> None:
     scene = make(1, 4000, (10, 0, 3000, 1))
     for task, train in (("segment", module.augment_segment), ("detect", module.augment_detect)):
-        recipe = scene_recipe(task, scale=(1333, 800))
+        recipe = dense_recipe(task, scale=(1333, 800))
         moved = train(scene, recipe, np.random.default_rng(0))
         assert moved.size == ((1, 32) if task == "segment" else (1, 1333))
-        assert resize_for_eval(scene, scene_config(task, scale=(1333, 800))).size == (1, 1333)
+        assert resize_for_eval(scene, dense_config(task, scale=(1333, 800))).size == (1, 1333)
 
 
 def test_generated_scenes_stay_together() -> None:
     data = create_dataset("shapes", "detect").train
-    recipe = scene_recipe("detect", scale=(200, 200), scales=(128, 160, 200))
+    recipe = dense_recipe("detect", scale=(200, 200), scales=(128, 160, 200))
     for i in range(20):
         assert_together(module.augment_detect(data.sample(i), recipe, np.random.default_rng(i)))
