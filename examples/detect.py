@@ -20,5 +20,5 @@ image = tokamix.create_dataset("shapes:64", task="detect").val.sample(0).image  
 Image.fromarray(np.asarray(image.permute(1, 2, 0))).save("image.png")
 predictor = load_predictor("runs/detect", score_threshold=0.05)
 prediction = predictor("image.png")
-print([predictor.classes[label] for label in prediction.labels])
+print(prediction.names)
 predictor.draw("image.png", prediction).save("detections.png")

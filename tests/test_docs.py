@@ -28,6 +28,10 @@ PAGES = [
     "examples/README.md",
     *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md") if p.name != "benchmarks.in.md"),
 ]
+OWN_PROCESS = {
+    "docs/guides/add-a-mixer.md",  # test_add_a_mixer
+    "docs/guides/own-task.md",  # includes examples/own_task.py, which tests/test_examples.py runs
+}
 TINY = {"epochs": 1, "image_size": 16, "model_kwargs": {"patch_size": 8, "dim": 16, "depth": 1, "num_heads": 2}}
 
 
@@ -118,7 +122,7 @@ def commands(page: str) -> Iterator[list[str]]:
     for line in lines:
         words = shlex.split(line, comments=True)
         if words:
-            yield words
+            yield words[words.index("|") + 1 :] if "|" in words else words
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if any(True for _ in commands(p))])

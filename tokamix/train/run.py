@@ -1,6 +1,6 @@
 """A training run from start to end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from tokamix.train.setup.accelerator import (
     numerics,
     release,
 )
-from tokamix.train.tasks.task import LoaderOptions, create_task
+from tokamix.train.tasks.task import LoaderOptions, Task, create_task
 
 
 @dataclass
@@ -65,7 +65,7 @@ def train(
     recipe: str | Recipe | None = None,
     output: str | Path | None = None,
     *,
-    task: Literal["classify", "segment", "detect"] | None = None,
+    task: Literal["classify", "segment", "detect"] | Callable[[Any, str | DatasetSplits], Task] | None = None,
     overrides: Sequence[str] | Mapping[str, Any] = (),
     checkpoint: str | Path | None = None,
     pretrained: bool = False,
@@ -91,7 +91,7 @@ def train(
             `small_detect`.
         output: the run's folder; default: the unfinished run with the same settings under runs/, else the next free
             one of runs/train, runs/train-2, ...
-        task: default: the recipe's.
+        task: default: the recipe's; or your own, a class or function that takes the recipe and the data, see `Task`.
         overrides: values that replace the recipe's, such as "lr=1e-3".
         checkpoint: weights to start from: a file, a run's folder, or `hf-hub:user/name`. Their classes, channels and
             image size may differ.
@@ -111,12 +111,12 @@ def train(
     """
     if not isinstance(resume, bool):
         output, recipe = _resumed_run(Path(resume), output, recipe)
-    recipe = _resolve_recipe(model, recipe, task, overrides)
+    recipe = _resolve_recipe(model, recipe, task if isinstance(task, str) else None, overrides)
     if fsdp and recipe.task != "classify":
         raise ValueError(f"--fsdp supports classifiers only, not task {recipe.task}; leave it out")
     accelerator = create_accelerator(recipe, device, precision=load_overrides(overrides).get("precision"))
     main = accelerator.is_main_process
-    job = create_task(recipe, data)
+    job = task(recipe, data) if callable(task) else create_task(recipe, data)
     network = job.create_model(model, checkpoint, pretrained)
     settings = {**recipe.to_dict(), "model": job.title(), "data": job.splits.name}
     if output is None:
