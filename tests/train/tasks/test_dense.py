@@ -194,10 +194,10 @@ def test_starting_from_a_segmenter(
         run_classifier(tmp_path / "c", checkpoint=tmp_path / "old")
 
 
-def bad_scenes(root: Path, **annotation: Any) -> str:
+def bad_scenes(root: Path, **values: Any) -> str:
     """Four pictures in COCO's form to train on, five for validation."""
     for part, images in (("train", 4), ("val", 5)):
-        things = [annotation(i + 1, 10 + i, [5, 5, 20, 20], **annotation) for i in range(images)]
+        things = [annotation(i + 1, 10 + i, [5, 5, 20, 20], **values) for i in range(images)]
         write_coco(root, part, content(images, things))
     return str(root)
 
