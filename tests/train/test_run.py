@@ -276,11 +276,18 @@ def test_cuda_graphs_change_nothing_but_rounding(tmp_path: Path, settings: dict)
 
 
 @pytest.mark.parametrize(
-    ("name", "kinds"), [("atmnet_xtiny", 8), ("stvit_small", 4), ("xcit_nano_12_p16_sima", 3), ("deit_tiny_cb", 1)]
+    ("name", "kinds", "options"),
+    [
+        ("atmnet_xtiny", 4, {"depths": (2, 1, 3, 1), "dims": (16, 32, 48, 64)}),
+        ("stvit_small", 2, {"depths": (2, 1, 3, 1), "dims": (16, 32, 48, 64), "num_heads": (1, 2, 3, 4)}),
+        ("xcit_nano_12_p16_sima", 3, {"depth": 3, "embed_dim": 32, "num_heads": 2}),
+        ("deit_tiny_cb", 1, {"depth": 3, "embed_dim": 48, "num_heads": 3, "img_size": 64}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_compiled_blocks(name: str, kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph for each kind of block, whole, in training and again in evaluation; the same outputs and gradients."""
-    model = tokamix.create_model(name, num_classes=5, img_size=64) if "deit" in name else tokamix.create_model(name)
+def test_compiled_blocks(name: str, kinds: int, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whole graph per kind of block, in training and in evaluation, with the same outputs and gradients."""
+    model = tokamix.create_model(name, num_classes=5, **options)
     images, graphs = torch.randn(2, 3, 64, 64), []
 
     def outcome() -> tuple[torch.Tensor, list[torch.Tensor]]:
