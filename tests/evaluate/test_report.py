@@ -63,8 +63,8 @@ def test_the_most_confident_mistakes_are_shown(tmp_path: Path, monkeypatch: pyte
     captions: list = []
     images: list = []
 
-    def record(pictures: list, texts: list, title: str) -> Image.Image:
-        images.extend(pictures)
+    def record(drawn: list, texts: list, title: str) -> Image.Image:
+        images.extend(drawn)
         captions.extend(texts)
         captions.append(title)
         return Image.new("RGB", (8, 8))
