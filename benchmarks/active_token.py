@@ -1,7 +1,7 @@
 """The active token gather: correctness, then time, against deformable convolution.
 
 On a GPU: the kernels with several block sizes and offset ranges, then the operator with its projections, and with
-`--models` whole compiled models and where their time goes. With `--cpu`: ATMNet-T beside the same model whose gather is
+`--models` compiled models and their profiles. With `--cpu`: ATMNet-T against the same model whose gather is
 torchvision's deformable convolution.
 """
 
@@ -30,7 +30,7 @@ BLOCKS = [(2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8)]
 
 
 def deformable_axes(x: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
-    """Both directions as deformable convolutions with an identity kernel and one offset group per channel."""
+    """Both axes as deformable convolutions with an identity kernel and one offset group per channel."""
     identity = nn.Linear(x.shape[-1], x.shape[-1], bias=False, device=x.device, dtype=x.dtype)
     nn.init.eye_(identity.weight)
     image, *parts = (t.permute(0, 3, 1, 2).contiguous() for t in (x, *offset.chunk(2, -1)))
@@ -39,7 +39,7 @@ def deformable_axes(x: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attempt(label: str, run: Callable[[], str]) -> None:
-    """Print what `run` returns; a failure does not stop the rest."""
+    """Print the result of `run`; a failure does not stop the rest."""
     try:
         print(f"{label:58s} {run()}", flush=True)
     except Exception as error:
@@ -82,7 +82,7 @@ def time_kernels(shape: tuple[int, ...], spread: float, tile: int, warps: int) -
 
 
 class Projected(nn.Module):
-    """Both directions with their projections, as two deformable convolutions have them."""
+    """Both axes with their projections, as in two deformable convolutions."""
 
     def __init__(self, dim: int, gather: Callable[..., tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def on_gpu(models: list[str], profile: bool) -> None:
 
 
 class DeformableEmbed(nn.Module):
-    """A mixer's embedding and its gather as one deformable convolution, which is how the operator was first written."""
+    """A mixer's embedding and gather as one deformable convolution, as in the authors' code."""
 
     def __init__(self, linear: nn.Linear, vertical: bool) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class DeformableEmbed(nn.Module):
 
 
 def deformable_model(model: nn.Module) -> nn.Module:
-    """A copy of the model that mixes by deformable convolutions."""
+    """A copy of the model that mixes with deformable convolutions."""
 
     def look(x: Tensor, grid: tuple[int, int], offset: Tensor) -> list[tuple[Tensor, Tensor]]:
         image, *parts = (t.mT.unflatten(2, grid).contiguous() for t in (x, *offset.chunk(2, -1)))
@@ -185,14 +185,14 @@ def deformable_model(model: nn.Module) -> nn.Module:
 
 @torch.inference_mode()
 def on_cpu() -> None:
-    """ATMNet-T, the gather of this library against deformable convolution, in one process."""
+    """ATMNet-T: the gather of this library against deformable convolution, in one process."""
     print(f"{torch.get_num_threads()} threads")
     ours = tokamix.create_model("atmnet_tiny").eval()
     theirs = deformable_model(ours)
     for batch in (1, 8):
         images, times = torch.randn(batch, 3, 224, 224), {ours: [], theirs: []}
         torch.testing.assert_close(ours(images), theirs(images), rtol=1e-3, atol=1e-4)
-        # by turns, so that what else the machine does touches both; the best of each counts
+        # alternately, so that other load affects both; the minimum of each counts
         for _ in range(40 // batch + 5):
             for model, runs in times.items():
                 start = time.perf_counter()
@@ -201,12 +201,12 @@ def on_cpu() -> None:
         fast, slow = min(times[ours]), min(times[theirs])
         print(f"batch {batch}: {fast:.0f} ms, with deform_conv2d {slow:.0f} ms: {slow / fast:.2f} times as fast")
     image = torch.randn(1, 3, 224, 224)
-    print(f"of one image, {100 * gather_share(ours):.0f} % of the time is the gather; by operators:")
+    print(f"the gather takes {100 * gather_share(ours):.0f} % of the time of one image; profile:")
     print_costs(lambda: ours(image), "cpu", calls=5, rows=8)
 
 
 def gather_share(model: nn.Module) -> float:
-    """What part of the time of one image the gather of its mixers takes."""
+    """Fraction of the time of one image in the gather of the mixers."""
     spent = 0.0
 
     def timed(look: Callable) -> Callable:

@@ -1,8 +1,8 @@
-"""What feeding costs: python benchmarks/data.py [workers].
+"""Cost of the data pipeline: python benchmarks/data.py [workers].
 
-1. A ViT-S (patch 4, 32 px, batch 1024) trained from a set that lives on the GPU, against the same steps on one batch
-that never changes: the difference is the pipeline's share of the step. 2. Folders of JPEGs at 224 px through workers,
-beside timm's own loader with the same transforms.
+1. A ViT-S (patch 4, 32 px, batch 1024) trained from a data set on the GPU, against the same steps on one fixed batch:
+the difference is the pipeline's share of the step. 2. Folders of JPEGs at 224 px through worker processes, against
+timm's loader with the same transforms.
 """
 
 import sys
@@ -33,7 +33,7 @@ SMALL = {
 
 
 def seconds(step, batches: Iterator, steps: int) -> float:
-    """Of one step, in the steady state."""
+    """Seconds of one step after a warm-up."""
     for batch in islice(batches, 10):
         step(*batch)
     torch.cuda.synchronize()
@@ -50,7 +50,7 @@ def resident(batch: int = 1024, steps: int = 60) -> None:
     data = ArrayDataset(images, torch.randint(100, (50_000,), generator=draw), [str(i) for i in range(100)])
     model = timm.create_model("vit_small_patch16_224", img_size=32, patch_size=4, num_classes=100).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    compile_blocks(model, graphs=True)  # as the engine does
+    compile_blocks(model, graphs=True)  # as in training
 
     def step(images: torch.Tensor, targets: torch.Tensor) -> None:
         with torch.autocast("cuda", torch.bfloat16):
@@ -62,28 +62,28 @@ def resident(batch: int = 1024, steps: int = 60) -> None:
     for name, values in SMALL.items():
         recipe = ClassifyRecipe(name=name, image_size=32, batch_size=batch, mixup=0.8, cutmix=1.0, **values)
         loader = create_train_loader(data, recipe, batch_size=batch, device="cuda")
-        fed = chain.from_iterable(loader.epoch(epoch) for epoch in count())
-        mixed = (mix(*pair, recipe, 100, (0, i)) for i, pair in enumerate(fed))
-        one = next(mixed)
-        still = seconds(step, (one for _ in count()), steps)
+        batches = chain.from_iterable(loader.epoch(epoch) for epoch in count())
+        mixed = (mix(*pair, recipe, 100, (0, i)) for i, pair in enumerate(batches))
+        fixed_batch = next(mixed)
+        fixed = seconds(step, (fixed_batch for _ in count()), steps)
         trained = seconds(step, mixed, steps)
         alone = seconds(lambda *_: None, mixed, steps)
-        share = (trained - still) / trained
+        share = (trained - fixed) / trained
         print(
-            f"{name:36} step {still * 1e3:6.2f} ms, fed {trained * 1e3:6.2f} ms: {share:6.1%};"
-            f" pipeline alone {alone * 1e3:5.2f} ms = {alone / still:.1%}"
+            f"{name:36} fixed batch {fixed * 1e3:6.2f} ms, with data {trained * 1e3:6.2f} ms: {share:6.1%};"
+            f" pipeline alone {alone * 1e3:5.2f} ms = {alone / fixed:.1%}"
         )
 
 
-def folders(workers: int, batch: int = 64, pictures: int = 16_384) -> None:
+def folders(workers: int, batch: int = 64, num_images: int = 16_384) -> None:
     with tempfile.TemporaryDirectory() as root:
-        for i in range(pictures):
+        for i in range(num_images):
             folder = Path(root) / str(i % 8)
             folder.mkdir(exist_ok=True)
             if i < 64:
                 coarse = torch.randint(256, (60, 80, 3), dtype=torch.uint8).numpy()
-                picture = Image.fromarray(coarse).resize((500, 375), Image.Resampling.BICUBIC)
-                picture.save(folder / f"{i}.jpg", quality=92)
+                image = Image.fromarray(coarse).resize((500, 375), Image.Resampling.BICUBIC)
+                image.save(folder / f"{i}.jpg", quality=92)
             else:
                 (folder / f"{i}.jpg").hardlink_to(folder / f"{i % 64}.jpg")
         recipe = ClassifyRecipe(name="folder", batch_size=batch, **STRONG)
@@ -102,16 +102,16 @@ def folders(workers: int, batch: int = 64, pictures: int = 16_384) -> None:
             num_workers=workers,
             pin_memory=True,
         )
-        for _ in range(2):  # each in turn, twice
+        for _ in range(2):  # alternately, twice each
             for name, epoch in (("tokamix", lambda: ours.epoch(0)), ("timm", lambda: iter(theirs))):
-                start, seen = time.perf_counter(), 0
+                start, num_seen = time.perf_counter(), 0
                 for step, (images, _) in enumerate(epoch()):
-                    if step == 4 * workers:  # what was decoded while nobody looked is used up
+                    if step == 4 * workers:  # the batches decoded in advance are used up
                         torch.cuda.synchronize()
-                        start, seen = time.perf_counter(), 0
-                    seen += len(images)
+                        start, num_seen = time.perf_counter(), 0
+                    num_seen += len(images)
                 torch.cuda.synchronize()
-                print(f"{name:8} {seen / (time.perf_counter() - start):8.0f} images/s with {workers} workers")
+                print(f"{name:8} {num_seen / (time.perf_counter() - start):8.0f} images/s with {workers} workers")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """ATMNet-T in a detector and a segmenter: this library's operator against torchvision's deformable convolution.
 
-Mask R-CNN on images of 800 x 1280 and Semantic FPN on 512 x 512, inference, bfloat16 by autocast, or with
-`--precision half` with weights of float16, which is the best that deformable convolution can do: under autocast it
-computes in float32. First the two must agree in float32. "recorded" is `tokamix.dense.GraphedModel`: parts compiled,
-the whole one CUDA graph. `--quick` is a small run for any machine. Writes `--out`, a CSV file.
+Mask R-CNN on images of 800 x 1280 and Semantic FPN on 512 x 512, inference, in bfloat16 autocast. `--precision half`
+uses float16 weights, the best case for deformable convolution: under autocast it computes in float32. The two are first
+compared in float32. The mode "graphed" is `tokamix.dense.GraphedModel`: compiled parts, the whole model as one CUDA
+graph. `--quick` is a small run for any machine. Writes the CSV file `--out`.
 """
 
 import argparse
@@ -23,26 +23,26 @@ from tokamix.dense import GraphedModel, MaskRCNN, create_detector, create_segmen
 CASES = [("mask_rcnn", (800, 1280), 1), ("mask_rcnn", (800, 1280), 4), ("semantic_fpn", (512, 512), 8)]
 QUICK = [("mask_rcnn", (64, 96), 1), ("semantic_fpn", (64, 64), 1)]
 FIELDS = ("method", "size", "batch", "precision", "mode", "ours_ms", "deform_ms", "ours_images_s", "times_as_fast")
-CONFIDENCE = 0.6  # standard deviation of class logits
+LOGIT_STD = 0.6  # standard deviation of class logits
 
 
-def make(method: str, quick: bool) -> nn.Module:
+def create(method: str, quick: bool) -> nn.Module:
     torch.manual_seed(0)
-    backbone, narrow = ("atmnet_xtiny", {"width": 32}) if quick else ("atmnet_tiny", {})
+    backbone, small = ("atmnet_xtiny", {"width": 32, "depths": (1, 1, 1, 1)}) if quick else ("atmnet_tiny", {})
     if method == "mask_rcnn":
-        return create_detector(method, backbone, 80, **narrow).eval()
-    return create_segmenter(method, backbone, 150, **narrow).eval()
+        return create_detector(method, backbone, 80, **small).eval()
+    return create_segmenter(method, backbone, 150, **small).eval()
 
 
-def settle(detector: MaskRCNN, images: Tensor) -> None:
-    """Centre and scale class logits so that some hundred of an image pass the threshold, as of a trained detector."""
-    seen: list[Tensor] = []
+def scale_class_logits(detector: MaskRCNN, images: Tensor) -> None:
+    """Centre and scale the class logits so that about a hundred detections pass the threshold, as after training."""
+    logits: list[Tensor] = []
     layer = detector.stages[0].classify
-    hook = layer.register_forward_hook(lambda layer, given, out: seen.append(out))
+    hook = layer.register_forward_hook(lambda layer, inputs, out: logits.append(out))
     detector(images[:1])
     hook.remove()
-    mean = seen[0].mean(0)
-    scale = CONFIDENCE / (seen[0] - mean).std()
+    mean = logits[0].mean(0)
+    scale = LOGIT_STD / (logits[0] - mean).std()
     layer.weight.data *= scale
     layer.bias.data = -mean * scale
 
@@ -52,18 +52,18 @@ def outputs(model: nn.Module, images: Tensor) -> list[Tensor]:
 
 
 def check(ours: nn.Module, theirs: nn.Module, images: Tensor) -> None:
-    """Both sides give the same maps or logits in float32, or there is nothing to time."""
+    """Stop unless both sides give the same maps or logits in float32."""
     with torch.backends.cudnn.flags(allow_tf32=False):
         pairs = list(zip(outputs(ours, images), outputs(theirs, images), strict=True))
     for a, b in pairs:
         error = (a - b).norm() / b.norm()
         if not error < 1e-4:
-            raise SystemExit(f"the two sides differ by {error:.1e} of their size: nothing is timed")
+            raise SystemExit(f"nothing is timed: the relative difference of the two sides is {error:.1e}")
 
 
 @contextlib.contextmanager
 def prepared(model: nn.Module, images: Tensor, precision: str, mode: str) -> Iterator[Callable[[], object]]:
-    """The model as it is called in one row of the table."""
+    """The call that one row of the table times."""
     if precision == "half":
         model.half()
     device = images.device.type
@@ -71,7 +71,7 @@ def prepared(model: nn.Module, images: Tensor, precision: str, mode: str) -> Ite
     with torch.autocast(device, torch.bfloat16, enabled=lowered):
         if precision == "half":
             images = images.half()
-        call = GraphedModel(model, images) if mode == "recorded" else model
+        call = GraphedModel(model, images) if mode == "graphed" else model
         yield lambda: call(images)
 
 
@@ -79,16 +79,16 @@ def measure(case: tuple[str, tuple[int, int], int], options: argparse.Namespace)
     method, size, batch = case
     device = "cuda" if torch.cuda.is_available() else "cpu"
     images = torch.randn(batch, 3, *size, device=device)
-    ours = make(method, options.quick).to(device)
+    ours = create(method, options.quick).to(device)
     if isinstance(ours, MaskRCNN):
-        settle(ours, images)
+        scale_class_logits(ours, images)
     check(ours, deformable_model(ours), images[:1])
     state = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
     for precision in options.precision:
         for mode in options.mode:
             times = []
             for side in ("ours", "deform"):
-                model = make(method, options.quick).to(device)
+                model = create(method, options.quick).to(device)
                 model.load_state_dict(state)
                 model = model if side == "ours" else deformable_model(model)
                 try:
@@ -96,7 +96,7 @@ def measure(case: tuple[str, tuple[int, int], int], options: argparse.Namespace)
                         times.append(median_ms(call, device, options.seconds))
                         if options.profile and side == "ours":
                             print_costs(call, device)
-                except Exception as error:  # one row must not cost the others
+                except Exception as error:  # the other rows must still run
                     print(f"{side} {method} {precision} {mode} FAILED, {type(error).__name__}: {str(error)[:300]}")
                     times.append(math.nan)
             yield {
@@ -116,16 +116,16 @@ def measure(case: tuple[str, tuple[int, int], int], options: argparse.Namespace)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, small images, one batch")
-    parser.add_argument("--mode", nargs="+", default=["eager", "recorded"], choices=["eager", "recorded"])
+    parser.add_argument("--mode", nargs="+", default=["eager", "graphed"], choices=["eager", "graphed"])
     parser.add_argument("--precision", nargs="+", default=["autocast"], choices=["autocast", "half"])
-    parser.add_argument("--cases", nargs="+", type=int, default=[0, 1, 2], help="rows of the table of cases")
-    parser.add_argument("--profile", action="store_true", help="print which kernels take the time of our side")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of timing for each number")
-    parser.add_argument("--out", type=Path, help="default, for a run with all rows: results/dense.csv")
+    parser.add_argument("--cases", nargs="+", type=int, default=[0, 1, 2], help="indices of CASES")
+    parser.add_argument("--profile", action="store_true", help="print the slowest kernels of our side")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of each timing")
+    parser.add_argument("--out", type=Path, help="CSV file; default for a complete run: results/dense.csv")
     options = parser.parse_args()
     if options.out is None:
         if options.quick or len(options.mode) < 2 or len(options.cases) < len(CASES):
-            parser.error("a run without all rows needs --out, so that results/dense.csv stays whole")
+            parser.error("an incomplete run needs --out, so that results/dense.csv stays complete")
         options.out = Path(__file__).parents[1] / "results" / "dense.csv"
     if options.quick:
         options.mode, options.seconds = ["eager"], 0.1

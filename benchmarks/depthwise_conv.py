@@ -1,8 +1,8 @@
-"""The depthwise convolution's kernels on a GPU: their error first, then their time beside cuDNN's.
+"""Kernels of the depthwise convolution on a GPU: errors, then times against cuDNN.
 
     python benchmarks/depthwise_conv.py [tune]
 
-With `tune` every plan is timed for the shapes that matter.
+With `tune`, all plans are timed for the shapes in the models.
 """
 
 import sys
@@ -21,7 +21,7 @@ from tokamix.ops import depthwise_conv
 from tokamix.ops.depthwise_conv import kernels
 from tokamix.ops.depthwise_conv.kernels import Plan
 
-BANDWIDTH = 4.3e9  # bytes a millisecond
+BANDWIDTH = 4.3e9  # bytes per millisecond
 CASES = {  # B, H, W, C, GELU
     "stvit_small ffn 1": (128, 56, 56, 256, True),
     "stvit_small ffn 2": (128, 28, 28, 512, True),

@@ -1,7 +1,7 @@
-"""The models suite, compiled side by side, then timed in turn: python benchmarks/models_together.py FOLDER [REGEX].
+"""The models suite, compiled in parallel, then timed one by one: python benchmarks/models_together.py FOLDER [REGEX].
 
-Compilation takes most of a run's time and little of the GPU: on one rented by the minute this is several times cheaper.
-Writes FOLDER/models.csv, as `tokamix bench --suite models` does, and FOLDER/environment.txt.
+Compilation takes most of the time and little of the GPU, so on a rented GPU this is several times cheaper. Writes
+FOLDER/models.csv, like `tokamix bench --suite models`, and FOLDER/environment.txt.
 """
 
 import contextlib
@@ -17,24 +17,24 @@ from pathlib import Path
 
 import torch.multiprocessing as mp
 
-PATIENCE = 280  # seconds after which those that have compiled are timed, whether or not the others have
+COMPILE_TIMEOUT = 280  # seconds after which the compiled models are timed, even if others still compile
 
 
 def work(label: str, barrier: mp.Barrier, turn: mp.Lock, rows: mp.Queue) -> None:
-    """Compile, wait for the others, time alone."""
+    """Compile, wait for the others, then time alone."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"
     from tokamix.bench.suites import SUITES
 
     waited = False
 
-    def meet() -> None:
+    def wait_for_compilation() -> None:
         nonlocal waited
         waited = True
         with contextlib.suppress(threading.BrokenBarrierError):
-            barrier.wait(PATIENCE)
+            barrier.wait(COMPILE_TIMEOUT)
 
     def wait() -> None:
-        meet()
+        wait_for_compilation()
         turn.acquire()
 
     try:
@@ -42,7 +42,7 @@ def work(label: str, barrier: mp.Barrier, turn: mp.Lock, rows: mp.Queue) -> None
     except Exception as error:
         rows.put((label, f"FAILED, {type(error).__name__}: {str(error)[:300]}"))
         if not waited:
-            return meet()
+            return wait_for_compilation()
     turn.release()
 
 
@@ -51,28 +51,28 @@ def main() -> None:
 
     folder, only = Path(sys.argv[1]), (sys.argv[2:] or [""])[0]
     labels = [label for label, _ in SUITES["models"]("cuda") if re.search(only, label)]
-    found: dict[str, dict | str] = {}
+    results: dict[str, dict | str] = {}
     (folder / "environment.txt").write_text(environment("cuda"))
-    for _, together in itertools.groupby(labels, key=lambda label: label.split()[-1]):
-        measure(list(together), labels, found, folder)
+    for _, group in itertools.groupby(labels, key=lambda label: label.split()[-1]):
+        measure(list(group), labels, results, folder)
 
 
-def measure(together: list[str], labels: list[str], found: dict[str, dict | str], folder: Path) -> None:
-    """Measure those of one compilation mode, adding to `found` and to the file row by row."""
+def measure(group: list[str], labels: list[str], results: dict[str, dict | str], folder: Path) -> None:
+    """Measure the models of one compilation mode, adding to `results` and to the file row by row."""
     context = mp.get_context("spawn")
-    barrier, turn, rows = context.Barrier(len(together)), context.Lock(), context.Queue()
+    barrier, turn, rows = context.Barrier(len(group)), context.Lock(), context.Queue()
     start = time.perf_counter()
-    workers = [context.Process(target=work, args=(label, barrier, turn, rows), daemon=True) for label in together]
+    workers = [context.Process(target=work, args=(label, barrier, turn, rows), daemon=True) for label in group]
     for worker in workers:
         worker.start()
-    while any(label not in found for label in together) and any(w.is_alive() for w in workers):
+    while any(label not in results for label in group) and any(w.is_alive() for w in workers):
         try:
             label, row = rows.get(timeout=5)
         except queue.Empty:
             continue
-        found[label] = row
+        results[label] = row
         print(f"{time.perf_counter() - start:5.0f} s  {label}: {row}", flush=True)
-        measured = [row for name in labels if isinstance(row := found.get(name), dict)]
+        measured = [row for name in labels if isinstance(row := results.get(name), dict)]
         if measured:
             with (folder / "models.csv").open("w", newline="") as file:
                 writer = csv.DictWriter(file, list(measured[0]))

@@ -1,4 +1,4 @@
-"""Where a compiled model's GPU time goes: python benchmarks/profile_model.py NAME [infer|train] [SIZE] [BATCH]."""
+"""Profile a compiled model on a GPU: python benchmarks/profile_model.py NAME [infer|train] [SIZE] [BATCH]."""
 
 import sys
 

@@ -131,9 +131,9 @@ def dense_table() -> list[str]:
     for row in (row for row in rows("dense") if row["precision"] == "autocast"):
         modes.setdefault((row["method"], row["batch"], row["size"]), {})[row["mode"]] = row
     for (method, batch, size), by_mode in modes.items():
-        numbers = [by_mode[mode][side] for mode in ("eager", "recorded") for side in ("ours_ms", "deform_ms")]
+        numbers = [by_mode[mode][side] for mode in ("eager", "graphed") for side in ("ours_ms", "deform_ms")]
         numbers[2] = f"**{numbers[2]}**"
-        times = by_mode["recorded"]["times_as_fast"]
+        times = by_mode["graphed"]["times_as_fast"]
         lines.append(f"| {METHODS[method]} | {batch} x {size} | {' | '.join(numbers)} | {times}x |")
     return lines
 
@@ -145,7 +145,7 @@ def scaling_plot() -> None:
         tokens = [int(r["tokens"]) for r in points]
         for axis, key in zip(axes, ("graph_ms", "peak_gb"), strict=True):
             axis.plot(tokens, [float(r[key]) for r in points], "o-", color=COLORS[op], label=op.replace("_", " "), ms=4)
-        if op != "softmax":  # which has the limit of SimA
+        if op != "softmax":  # the same limit as SimA
             axes[0].plot(tokens, [float(r["limit_ms"]) for r in points], ":", color=COLORS[op], lw=1)
     axes[0].plot([], [], ":", color="#777777", lw=1, label="fewest bytes of each")
     for axis, title in zip(axes, ("forward, ms", "peak memory of forward + backward, GB"), strict=True):

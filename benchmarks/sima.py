@@ -1,8 +1,8 @@
-"""SimA's kernels on a GPU: their error first, then every plan for the shapes that matter.
+"""SimA's kernels on a GPU: errors, then times.
 
     python benchmarks/sima.py [tune]
 
-Without `tune` only the plans the library chooses are timed.
+With `tune`, all plans are timed for the shapes in the models; otherwise only the plans that the library chooses.
 """
 
 import sys
@@ -21,7 +21,7 @@ from tokamix.ops import sima_attention, sima_self_attention
 from tokamix.ops.sima import kernels
 from tokamix.ops.sima.kernels import Plan
 
-BANDWIDTH = 4.3e9  # bytes a millisecond
+BANDWIDTH = 4.3e9  # bytes per millisecond
 CASES = {  # batch, heads, tokens, head dim
     "deit_small 224": (128, 6, 197, 64),
     "xcit_small p16 224": (128, 8, 196, 48),
@@ -31,7 +31,7 @@ CASES = {  # batch, heads, tokens, head dim
     "16k tokens": (8, 6, 16384, 64),
     "64k tokens": (1, 6, 65536, 64),
 }
-BLOCKS = {  # tokens a step, warps, stages, registers
+BLOCKS = {  # tokens per step, warps, stages, registers
     "forward": [
         *((256, 4, 1, None), (128, 4, 1, None), (128, 4, 1, 168), (128, 4, 2, None), (64, 4, 1, None), (64, 4, 1, 128)),
         *((64, 4, 2, None), (64, 4, 2, 128), (64, 4, 3, None), (64, 4, 3, 128)),
@@ -74,7 +74,7 @@ def compile_plans(direction: str, case: str) -> None:
             runner(direction, *inputs(case), plan)()
             torch.cuda.synchronize()
         except Exception:
-            pass  # it will be said when it is timed
+            pass  # reported when it is timed
 
 
 def limit(direction: str, case: str) -> float:

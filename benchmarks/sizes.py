@@ -1,4 +1,4 @@
-"""Count every model but the comparison grid's and write tokamix/models/sizes.csv: python benchmarks/sizes.py."""
+"""Count all models except the comparison grid and write tokamix/models/sizes.csv: python benchmarks/sizes.py."""
 
 import csv
 

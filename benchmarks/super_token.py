@@ -1,10 +1,10 @@
-"""Super token attention on a GPU: the kernels' error first, then the time of kernels and of the whole module.
+"""Super token attention on a GPU: errors of the kernels, then times of the kernels and of the module.
 
     python benchmarks/super_token.py [tune]
     python benchmarks/super_token.py --cpu
 
-With `tune` every plan of the kernels is timed. With `--cpu`, STViT-S on the CPU against the same network written in
-channels-first convolutions, with super tokens folded and unfolded by convolutions with one-hot kernels.
+With `tune`, all plans of the kernels are timed. With `--cpu`, STViT-S on the CPU is compared with the same network in
+channels-first convolutions, where convolutions with one-hot kernels fold and unfold the super tokens.
 """
 
 import sys
@@ -22,7 +22,7 @@ from tokamix.bench.timing import print_costs, relative_rmse
 from tokamix.mixers import SuperTokenAttention
 from tokamix.ops import super_token_sample, super_token_scatter
 
-BANDWIDTH = 4.3e9  # bytes a millisecond
+BANDWIDTH = 4.3e9  # bytes per millisecond
 CASES = {  # B, H, W, C, heads, cell
     "stvit_small 1": (128, 56, 56, 64, 1, 8),
     "stvit_small 2": (128, 28, 28, 128, 2, 4),
@@ -39,7 +39,7 @@ def inputs(case: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def kernel_runs(case: str, warps: int | None) -> dict[str, Callable[[], object]]:
-    """Every kernel on its own."""
+    """Each kernel separately."""
     from tokamix.ops.super_token import kernels
 
     x, cell = inputs(case), (CASES[case][-1],) * 2
@@ -169,14 +169,14 @@ def as_norm(norm: nn.BatchNorm1d) -> nn.BatchNorm2d:
 
 
 class FoldedSuperTokens(nn.Module):
-    """Super token attention on (B, C, H, W), with 3x3 neighbours taken and given back by one-hot convolutions."""
+    """Super token attention on (B, C, H, W), with one-hot convolutions to gather and scatter the 3x3 neighbours."""
 
     def __init__(self, mixer: SuperTokenAttention) -> None:
         super().__init__()
         self.heads, self.cell = mixer.refine.num_heads, mixer.cell[0]
         self.qkv, self.proj = as_conv(mixer.refine.qkv), as_conv(mixer.refine.proj)
         self.scale = self.proj.in_channels**-0.5
-        for name, weight in self.qkv.state_dict().items():  # here a head's queries, keys and values lie together
+        for name, weight in self.qkv.state_dict().items():  # here the queries, keys and values of a head are adjacent
             rows = weight.unflatten(0, (3, self.heads, -1)).transpose(0, 1).flatten(0, 2)
             getattr(self.qkv, name).data.copy_(rows)
         self.register_buffer("one_hot", torch.eye(9).view(9, 1, 3, 3))
@@ -261,7 +261,7 @@ def cpu() -> None:
     for batch in (1, 8):
         x = torch.randn(batch, 3, 224, 224)
         times: dict[str, list[float]] = {"folded": [], "ours": [], "ours compiled": []}
-        for _ in range(9):  # in turn, so that a busy machine is unfair to all alike
+        for _ in range(9):  # alternately, so that other load affects all alike
             for name, model in zip(times, (folded, ours, compiled), strict=True):
                 start = time.perf_counter()
                 model(x)
@@ -269,7 +269,7 @@ def cpu() -> None:
         best = {name: min(values) for name, values in times.items()}
         line = ", ".join(f"{name} {best[name] * 1e3:.0f} ms ({best['folded'] / best[name]:.2f}x)" for name in best)
         print(f"{torch.get_num_threads()} threads, batch {batch}: {line}", flush=True)
-    print("of one image:")
+    print("profile of one image:")
     print_costs(lambda: ours(image), "cpu", calls=5, rows=8)
 
 

@@ -1,7 +1,7 @@
-"""Training a ViT-S sized model on CIFAR-100: seconds of a run, and what of a step is data.
+"""Training time of a ViT-S sized model on CIFAR-100, and the share of the data pipeline in a step.
 
 `python benchmarks/train_cifar100.py a_train.npz,b_train.npz,test.npz` trains for real; without data, 50,000 + 10,000
-random images show the same speed. `--epochs 6` is enough for the time of an epoch.
+random images show the same speed. `--epochs 6` is enough to measure the time of an epoch.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def random_data() -> DatasetSplits:
 
 
 def seconds_of_data(data: DatasetSplits, recipe, device: str, batches: int = 50) -> float:
-    """Seconds a step would take if it were data alone."""
+    """Seconds per step of the data pipeline alone."""
     loader = create_train_loader(data.train, recipe, batch_size=recipe.batch_size, device=device)
     stream = chain.from_iterable(loader.epoch(number) for number in count())
     for i in range(batches + 5):
@@ -42,8 +42,8 @@ def seconds_of_data(data: DatasetSplits, recipe, device: str, batches: int = 50)
     return (time.perf_counter() - begun) / batches
 
 
-def waits(data: DatasetSplits, recipe) -> Counter:
-    """Where the host waits for the device in an epoch, and how often."""
+def count_syncs(data: DatasetSplits, recipe) -> Counter:
+    """Lines in which the host waits for the device during an epoch, and how often."""
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -63,8 +63,8 @@ def main() -> None:
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     data = create_dataset(args.data) if args.data else random_data()
-    given = [*args.set, f"epochs={args.epochs}", *(["warmup_epochs=0"] if args.epochs <= 10 else [])]
-    recipe = load_recipe(args.recipe, given)
+    overrides = [*args.set, f"epochs={args.epochs}", *(["warmup_epochs=0"] if args.epochs <= 10 else [])]
+    recipe = load_recipe(args.recipe, overrides)
     output = args.output or Path(tempfile.mkdtemp())
     begun = time.perf_counter()
     result = train(args.model, data, recipe, output, device=device, resume=False, log_every=100)
@@ -72,7 +72,7 @@ def main() -> None:
     steps = len(data.train) // recipe.batch_size
     step = sorted(row["seconds"] for row in result.epochs)[len(result.epochs) // 2] / steps
     first = result.epochs[0]["seconds"]
-    print(f"{args.epochs} epochs: {total:.1f} s in all; first epoch {first:.1f} s, later ones {step * steps:.2f} s")
+    print(f"{args.epochs} epochs: {total:.1f} s in total; first epoch {first:.1f} s, later ones {step * steps:.2f} s")
     print(f"top-1 {result.top1:.2f} %")
     share = seconds_of_data(data, recipe, device) / step
     print(
@@ -81,7 +81,7 @@ def main() -> None:
     hundred = total + (100 - args.epochs) * (total - first) / max(1, args.epochs - 1)
     print(f"100 epochs would take {hundred:.0f} s")
     if device == "cuda" and args.model is None:
-        print(f"the host waits, in an epoch of {steps} steps:", dict(waits(data, recipe).most_common(8)))
+        print(f"synchronisations in an epoch of {steps} steps:", dict(count_syncs(data, recipe).most_common(8)))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Adaptive weight mixing on a GPU: its error first, then its time.
+"""Adaptive weight mixing on a GPU: errors, then times.
 
     python benchmarks/weight_mixing.py [tune] [model]
 
-Prints each kernel's time beside the time its bytes take, the operator, and the whole module of the paper's third stage.
-With `tune` block sizes are tried; with `model` the whole model in the authors' sizes is timed, compiled.
+Prints the time of each kernel and the time its bytes take, of the operator, and of the module in the paper's third
+stage. With `tune`, block sizes are tried; with `model`, the compiled model in the authors' sizes is timed.
 """
 
 import functools
@@ -27,7 +27,7 @@ from tokamix.ops import bank_mixing
 from tokamix.ops.weight_mixing import kernels
 from tokamix.ops.weight_mixing.op import _empty_sums
 
-BANDWIDTH = 4.3e9  # bytes a millisecond
+BANDWIDTH = 4.3e9  # bytes per millisecond
 BATCH = 128
 CASES = {  # side, window, shift, heads, head dim, bank
     "supplement 3": (14, 14, 0, 24, 16, 36),
@@ -69,7 +69,7 @@ def inputs(case: str, batch: int = BATCH, dtype: torch.dtype = torch.bfloat16) -
 
 
 def phases(case: str, **overrides: int) -> dict[str, Callable[[], object]]:
-    """The four kernels of a forward and a backward pass, each to be called alone."""
+    """The four kernels of a forward and a backward pass, separately."""
     (v, policy, bank), options = inputs(case)
     plan = kernels.Plan(v, bank, *options)
     vars(plan).update(overrides)
@@ -88,7 +88,7 @@ def phases(case: str, **overrides: int) -> dict[str, Callable[[], object]]:
 
 
 def limit(case: str, phase: str) -> float:
-    """Milliseconds that a kernel's bytes take."""
+    """Milliseconds that the memory traffic of a kernel takes."""
     side, window, _, heads, dim, size = CASES[case]
     tokens = BATCH * side**2 * heads
     logits, values, policy = tokens * window**2, tokens * dim, tokens * size
@@ -138,7 +138,7 @@ def tune() -> None:
 def errors() -> None:
     """Relative error of output and gradients against float64, and that of plain PyTorch in the same precision."""
     jobs = list(itertools.product((torch.bfloat16, torch.float16, torch.float32), CASES))
-    with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:  # Triton compiles side by side
+    with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:  # Triton compiles in parallel
         for line in pool.map(error, *zip(*jobs, strict=True)):
             print(line, flush=True)
 

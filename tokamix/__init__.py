@@ -11,6 +11,7 @@ from tokamix._register import register_with_timm
 
 if TYPE_CHECKING:
     from tokamix.checkpoint import load_checkpoint
+    from tokamix.compare import compare
     from tokamix.cost import count_exp, count_macs
     from tokamix.data import create_dataset
     from tokamix.dense import create_detector, create_segmenter
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "InferenceConfig",
+    "compare",
     "count_exp",
     "count_macs",
     "create_body",
@@ -49,6 +51,7 @@ __getattr__, __dir__ = attach(
     __name__,
     {
         "checkpoint": ("load_checkpoint",),
+        "compare": ("compare",),
         "cost": ("count_exp", "count_macs"),
         "data": ("create_dataset",),
         "dense": ("create_detector", "create_segmenter"),

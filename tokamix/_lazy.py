@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from tokamix._register import register_models
+
 
 class _Package(ModuleType):
     """A package whose public functions win over subpackages of the same name.
@@ -15,9 +17,10 @@ class _Package(ModuleType):
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) and name in self.__all__:
-            value = getattr(value, name, value)
-        super().__setattr__(name, value)
+        is_submodule = isinstance(value, ModuleType)
+        super().__setattr__(name, getattr(value, name, value) if is_submodule and name in self.__all__ else value)
+        if is_submodule:
+            register_models()
 
 
 def attach(package: str, modules: Mapping[str, Sequence[str]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:

@@ -1,4 +1,4 @@
-"""Compilation by blocks: a network's layers look alike, so one of each kind is compiled, not all of them in a row."""
+"""Regional compilation: each kind of block is compiled once, instead of the whole network."""
 
 from itertools import chain
 
@@ -6,32 +6,32 @@ import torch
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-KINDS = 64  # of blocks, at most
+MAX_BLOCK_KINDS = 64
 
 
 def compile_blocks(model: nn.Module, graphs: bool, dynamic: bool | None = False) -> None:
-    """Compile every block of a model in place, or the whole of a model that has none; names stay.
+    """Compile every block of a model in place, or the whole model if it has no blocks; parameter names stay.
 
     Args:
-        model: is changed in place.
-        graphs: launch each block as one CUDA graph. Not for gradients that add up over several passes, which a graph
-            writes to the same place each time, nor for those that DDP keeps in its own places.
-        dynamic: False where images have one shape alone; None where they have many, for which the second one makes a
-            graph that serves all others.
+        model: changed in place.
+        graphs: run each block as one CUDA graph. Not for gradient accumulation, because a graph writes gradients to the
+            same memory each time, and not for DDP, which keeps gradients in its own buckets.
+        dynamic: False if all images have one shape; None if they have several: the second shape triggers a compilation
+            with dynamic shapes that serves all others.
     """
     for layer in model.modules():
         if type(layer) is DropPath:
-            _as_tensor(layer, next(model.parameters()).device)
-    # Dynamo gives up after 8 graphs of one function; a pyramid has as many kinds of blocks, and evaluates them besides
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, KINDS)
-    if graphs:  # which take the blocks of one pass for passes of their own otherwise, and write over what they gave
+            _make_rate_a_tensor(layer, next(model.parameters()).device)
+    # Dynamo's default limit is 8 graphs per function; a pyramid in training and evaluation mode needs more
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_BLOCK_KINDS)
+    if graphs:  # otherwise CUDA graphs treat each block as a new step and overwrite earlier outputs
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
     for block in list(chain.from_iterable(repeated_blocks(model))) or [model]:
         block.compile(dynamic=dynamic, mode="reduce-overhead" if graphs else None)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:
-    """The innermost lists of a model that hold several blocks of one class."""
+    """The innermost module lists of a model with several blocks of one class."""
     lists = [
         module
         for module in model.modules()
@@ -44,13 +44,13 @@ def repeated_blocks(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:
 
 
 class TensorDropPath(DropPath):
-    """Stochastic depth whose rate is a tensor: a number is compiled in, and blocks differ in it."""
+    """Stochastic depth whose rate is a tensor: a Python number would be compiled in as a constant, once per rate."""
 
     keep: Tensor
 
     @property
     def drop_prob(self) -> float:
-        """The share of images whose branch is dropped."""
+        """Fraction of images whose branch is dropped."""
         return self._rate
 
     @drop_prob.setter
@@ -59,14 +59,14 @@ class TensorDropPath(DropPath):
         self.keep.fill_(1 - rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop the branch of some images, and scale that of the others up."""
+        """Drop the branch of random images and scale the others up."""
         if not self.training:
             return x
-        kept = torch.rand((len(x),) + (1,) * (x.ndim - 1), device=x.device) < self.keep
-        return x * (kept / self.keep).to(x.dtype)
+        mask = torch.rand((len(x),) + (1,) * (x.ndim - 1), device=x.device) < self.keep
+        return x * (mask / self.keep).to(x.dtype)
 
 
-def _as_tensor(layer: DropPath, device: torch.device) -> None:
+def _make_rate_a_tensor(layer: DropPath, device: torch.device) -> None:
     rate = layer.__dict__.pop("drop_prob")
     layer.__class__ = TensorDropPath
     layer.register_buffer("keep", torch.ones((), device=device), persistent=False)

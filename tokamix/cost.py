@@ -13,7 +13,6 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from tokamix._register import finish_import
 from tokamix.ops.dispatch import use_backend
 
 # operators that evaluate exp once for each element of their result (of their input, where they reduce it)
@@ -123,6 +122,3 @@ def _plain_inference(model: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for module, flag in training.items():
             module.training = flag
-
-
-finish_import(__name__)

@@ -1,4 +1,4 @@
-"""Receptive fields against what is known without measuring."""
+"""Receptive fields against known ones."""
 
 import pytest
 import timm
@@ -12,7 +12,7 @@ SMALL = {"img_size": 32, "patch_size": 4, "dim": 16, "depth": 2, "num_heads": 2,
 
 
 class Convolutions(nn.Module):
-    """Two 3x3 convolutions and nothing else."""
+    """Two 3x3 convolutions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,10 +27,10 @@ def columnar(mixer: str, **kwargs) -> nn.Module:
 
 
 def test_convolutions_have_the_analytic_field() -> None:
-    """The norm of the kernels' own convolution, wherever the image is looked at."""
+    """The norm of the convolution of both kernels, centred at the token."""
     model = Convolutions()
     first, second = (layer.weight.detach() for layer in model.layers)
-    both = torch.zeros(4, 2, 5, 5, dtype=torch.float64)  # of the two kernels together, by definition
+    both = torch.zeros(4, 2, 5, 5, dtype=torch.float64)  # both kernels convolved, by definition
     for y in range(3):
         for x in range(3):
             both[:, :, y : y + 3, x : x + 3] += torch.einsum("om,mihw->oihw", second[:, :, y, x], first)
@@ -40,7 +40,7 @@ def test_convolutions_have_the_analytic_field() -> None:
     torch.testing.assert_close(field, expected, rtol=1e-12, atol=0)
 
 
-def test_without_mixing_a_token_sees_its_patch() -> None:
+def test_without_mixing_a_token_depends_on_its_patch() -> None:
     field = receptive_field(columnar("identity"), torch.randn(3, 32, 32, dtype=torch.float64), token=(2, 5))
     assert (field[8:12, 20:24] > 0).all()
     field[8:12, 20:24] = 0
@@ -48,29 +48,35 @@ def test_without_mixing_a_token_sees_its_patch() -> None:
 
 
 @pytest.mark.parametrize("mixer", ["softmax", "sima", "weight_mixing", "super_token", "active_token"])
-def test_global_mixers_see_everything(mixer: str) -> None:
+def test_global_mixers_depend_on_every_pixel(mixer: str) -> None:
     assert (receptive_field(columnar(mixer), torch.randn(3, 32, 32, dtype=torch.float64)) > 0).all()
 
 
-def test_pooling_sees_neighbours() -> None:
+def test_pooling_depends_on_neighbours() -> None:
     field = receptive_field(columnar("pooling", depth=1), torch.randn(3, 32, 32, dtype=torch.float64), token=(3, 3))
     assert (field[8:20, 8:20] > 0).all()
     assert torch.count_nonzero(field) == 12 * 12
 
 
-def test_middle_token_and_levels() -> None:
+def test_default_token_and_levels() -> None:
     model, image = columnar("pooling"), torch.randn(3, 32, 32, dtype=torch.float64)
     assert torch.equal(receptive_field(model, image), receptive_field(model, image, (4, 4)))
     assert torch.count_nonzero(receptive_field(model, image, level=0)) == 12 * 12
     assert torch.count_nonzero(receptive_field(model, image)) == 20 * 20
 
 
-@pytest.mark.parametrize(
-    "name", ["vit_tiny_patch16_224", "resnet10t", "swin_tiny_patch4_window7_224", "atmnet_xtiny", "deit_tiny_cb"]
-)
+MODELS = {
+    "vit_tiny_patch16_224": {"img_size": 64, "depth": 2},
+    "resnet10t": {},
+    "swin_tiny_patch4_window7_224": {"img_size": 64, "depths": (1, 1, 1, 1)},
+    "atmnet_xtiny": {"depths": (1, 1, 1, 1)},
+    "deit_tiny_cb": {"img_size": 64, "depth": 2},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_timm_models_and_ours(name: str) -> None:
-    sizes = {} if name.startswith(("resnet", "atmnet")) else {"img_size": 64}
-    model = timm.create_model(name, num_classes=0, **sizes).train()
+    model = timm.create_model(name, num_classes=0, **MODELS[name]).train()
     field = receptive_field(model, torch.randn(3, 64, 64), probes=4)
     assert field.shape == (64, 64)
     assert field.isfinite().all()
@@ -80,7 +86,7 @@ def test_timm_models_and_ours(name: str) -> None:
 
 
 def test_probes_estimate_the_field() -> None:
-    """The mean over pixels of the squares has no bias; with 8 probes it is within a few standard errors."""
+    """The mean square over pixels is unbiased; with 8 probes it is within a few standard errors."""
     model, image = columnar("softmax"), torch.randn(3, 32, 32, dtype=torch.float64)
     exact, estimate = receptive_field(model, image), receptive_field(model, image, probes=8)
     assert not torch.equal(exact, estimate)
@@ -103,9 +109,9 @@ def test_tokens_without_intermediates() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(ValueError, match=r"one image \(C, H, W\), got shape \(1, 3, 32, 32\)"):
+    with pytest.raises(ValueError, match=r"needs one image \(C, H, W\), got shape \(1, 3, 32, 32\)"):
         receptive_field(columnar("identity"), torch.zeros(1, 3, 32, 32))
-    with pytest.raises(ValueError, match=r"token \(8, 0\) lies outside the map of 8x8 tokens"):
+    with pytest.raises(ValueError, match=r"token \(8, 0\) is outside of the map of 8x8 tokens"):
         receptive_field(columnar("identity"), torch.zeros(3, 32, 32, dtype=torch.float64), token=(8, 0))
     with pytest.raises(ValueError, match="Linear has neither forward_intermediates nor forward_features"):
         receptive_field(nn.Linear(2, 2), torch.zeros(3, 4, 4))

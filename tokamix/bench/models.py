@@ -1,4 +1,4 @@
-"""Images per second and memory of whole models, ours and timm's side by side."""
+"""Throughput and memory of models, ours and timm's."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,7 +13,7 @@ from tokamix.bench.timing import median_ms, peak_gb, relative_rmse
 from tokamix.models._registry import create_model
 from tokamix.ops.dispatch import use_backend
 
-CHECKED = 4  # images whose logits are held against float32 before a time counts
+CHECKED_IMAGES = 4  # whose logits are compared with float32 before timing
 
 
 @dataclass
@@ -33,7 +33,7 @@ class ModelRow:
     error: float  # relative RMSE of logits, or of all gradients, against float32 without kernels
 
     def as_dict(self) -> dict[str, Any]:
-        """The row for a CSV file."""
+        """The row as a dict, for a CSV file."""
         return asdict(self)
 
 
@@ -49,7 +49,7 @@ def measure(
     before_timing: Callable[[], object] | None = None,
     **kwargs: Any,
 ) -> ModelRow:
-    """Check, then time one model.
+    """Check, then time a model.
 
     Inference runs in pure bfloat16, with batch norms folded; training is forward and backward of a cross-entropy loss
     under bfloat16 autocast, weights in float32, without the optimizer. On the CPU everything runs in float32.
@@ -62,8 +62,8 @@ def measure(
         compiled: "" for eager, else torch.compile's mode.
         backend: force "eager" or "triton" for tokamix's operators.
         device: "cuda" or "cpu".
-        seconds: how long to repeat.
-        before_timing: called between compilation and timing, to wait for a turn on the GPU.
+        seconds: duration of the timing.
+        before_timing: called between compilation and timing, for example to wait for the GPU.
         kwargs: passed to the model.
     """
     torch.manual_seed(0)
@@ -74,9 +74,9 @@ def measure(
     torch.compiler.reset()
     if mode == "infer":
         with torch.no_grad(), use_backend("eager"):
-            exact = model(images[:CHECKED])
+            exact = model(images[:CHECKED_IMAGES])
             model, images = reparameterize_model(model, inplace=True).to(half), images.to(half)
-            plain = model(images[:CHECKED])
+            plain = model(images[:CHECKED_IMAGES])
     call = torch.compile(model, mode=compiled) if compiled else model
 
     def infer() -> Tensor:
@@ -94,14 +94,14 @@ def measure(
 
     def gradients(call: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
         backward(call, dtype)
-        every = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        all_gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         model.zero_grad(set_to_none=True)
-        return every
+        return all_gradients
 
     def gradient_error() -> float:
         fast = gradients(call, half)
         with use_backend("eager"):
-            return error_of(fast, gradients(model, half), gradients(model, torch.float32))
+            return check_error(fast, gradients(model, half), gradients(model, torch.float32))
 
     step = infer if mode == "infer" else train
     with use_backend(backend):
@@ -109,24 +109,24 @@ def measure(
             step()
             before_timing()
         if mode == "infer":
-            error = error_of(infer()[:CHECKED], plain, exact)
+            error = check_error(infer()[:CHECKED_IMAGES], plain, exact)
         else:
-            error = gradient_error()  # whose gradients are gone before memory is measured
+            error = gradient_error()  # its gradients are freed before memory is measured
             torch.cuda.empty_cache()
         milliseconds = median_ms(step, device, seconds)
-        # a replayed graph allocates nothing: its memory is that of the same model compiled without
+        # a replayed graph allocates nothing; its memory is that of the model compiled without graphs
         peak = peak_gb(step) if device == "cuda" and compiled != "reduce-overhead" else float("nan")
     rate = batch / milliseconds * 1e3
     label = "bf16" if half is torch.bfloat16 else "fp32"
     return ModelRow(name, mode, size, batch, label, compiled, backend or "auto", rate, milliseconds, peak, error)
 
 
-def error_of(fast: Tensor, plain: Tensor, exact: Tensor) -> float:
-    """Relative RMSE of what is timed; raises if it is wrong.
+def check_error(fast: Tensor, plain: Tensor, exact: Tensor) -> float:
+    """Relative RMSE of the timed output; raises if it exceeds the limit.
 
-    Wrong is more than twice the error of plain PyTorch in the same precision plus 1e-3, both against float32.
+    The limit is twice the error of plain PyTorch in the same precision plus 1e-3, both against float32.
     """
     error, allowed = relative_rmse(fast, exact), 2 * relative_rmse(plain, exact) + 1e-3
     if not error <= allowed:
-        raise RuntimeError(f"not timed, because it is wrong: off by {error:.1e}, {allowed:.1e} allowed")
+        raise RuntimeError(f"not timed, because the result is wrong: relative error {error:.1e}, allowed {allowed:.1e}")
     return error

@@ -1,4 +1,4 @@
-"""Milliseconds and memory of the mixers' operators, kernels beside plain PyTorch and softmax attention."""
+"""Time and memory of the mixers' operators: kernels, plain PyTorch and softmax attention."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,7 +14,7 @@ from tokamix.mixers import SuperTokenAttention, WeightMixing
 from tokamix.ops import active_gather_axes, broadcast_context, sima_attention
 from tokamix.ops.dispatch import use_backend
 
-BANDWIDTH = 4.25e12  # bytes per second a device-to-device copy moves on an H200, read plus written
+BANDWIDTH = 4.25e12  # bytes per second, read plus written, of a device-to-device copy on an H200
 SCALING_SIDES = (14, 28, 56, 112, 224, 256)  # 196 to 65,536 tokens
 
 
@@ -31,18 +31,18 @@ class OpRow:
     graph_ms: float  # forward, replayed from a CUDA graph
     training_graph_ms: float  # forward and backward, replayed from a CUDA graph
     peak_gb: float  # of forward and backward
-    limit_ms: float  # fewest bytes of the forward pass, each tensor once, over BANDWIDTH
+    limit_ms: float  # minimal bytes of the forward pass, each tensor once, divided by BANDWIDTH
     error: float  # relative RMSE of the output against float32 without kernels
-    gradient_error: float  # the largest of all inputs and parameters
+    gradient_error: float  # the largest over all inputs and parameters
 
     def as_dict(self) -> dict[str, Any]:
-        """The row for a CSV file."""
+        """The row as a dict, for a CSV file."""
         return asdict(self)
 
 
 @dataclass
 class OpCase:
-    """An operator or module, its differentiable inputs, and the bytes of those and of its output."""
+    """An operator or module and its differentiable inputs."""
 
     op: str
     case: str
@@ -53,7 +53,7 @@ class OpCase:
 
 
 class AxialContexts(nn.Module):
-    """Both looks of the active token mixer with their projections: what replaces two deformable convolutions."""
+    """Both axes of the active token mixer with their projections, in place of two deformable convolutions."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -61,12 +61,12 @@ class AxialContexts(nn.Module):
 
     def forward(self, x: Tensor, offset: Tensor) -> Tensor:
         """Map (B, H, W, C) and offsets (B, H, W, 2 C / share) -> (B, H, W, C)."""
-        width, height = (embed(seen) for embed, seen in zip(self.embed, active_gather_axes(x, offset), strict=True))
-        return width + height
+        along_width, along_height = active_gather_axes(x, offset)
+        return self.embed[0](along_width) + self.embed[1](along_height)
 
 
 class OnGrid(nn.Module):
-    """A mixer with its grid bound: called on tokens alone."""
+    """A mixer with a fixed grid: called with tokens only."""
 
     def __init__(self, mixer: nn.Module, grid: tuple[int, int]) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def sima_case(batch: int, heads: int, tokens: int, dim: int = 64) -> Iterator[Op
 
 
 def active_token_case(batch: int, side: int, dim: int, share: int) -> Iterator[OpCase]:
-    """Both directions of the active token mixer with their projections; offsets of a few tokens."""
+    """Both axes of the active token mixer with their projections; offsets of a few tokens."""
     inputs = [torch.randn(batch, side, side, dim), 2 * torch.randn(batch, side, side, 2 * dim // share)]
     yield OpCase("active_token", f"B {batch}, C {dim}", side**2, AxialContexts(dim), inputs)
 
@@ -116,7 +116,7 @@ def context_broadcast_case(batch: int, tokens: int, dim: int) -> Iterator[OpCase
 
 
 def model_cases() -> Iterator[OpCase]:
-    """The sizes that occur in the papers' models."""
+    """The sizes in the papers' models."""
     yield from sima_case(128, 6, 197)
     yield from sima_case(8, 6, 16_384)
     for side, dim, share in ((56, 64, 2), (28, 128, 4), (14, 320, 4), (7, 512, 8)):
@@ -131,7 +131,7 @@ def model_cases() -> Iterator[OpCase]:
 
 
 def scaling_cases() -> Iterator[OpCase]:
-    """Cost against the number of tokens: one image batch of 4, 384 channels, 6 heads."""
+    """Cost over the number of tokens: batch 4, 384 channels, 6 heads."""
     for side in SCALING_SIDES:
         yield from sima_case(4, 6, side**2)
         yield from active_token_case(4, side, 384, 8)
@@ -150,42 +150,45 @@ def measure(case: OpCase, backend: str, device: str = "cuda", seconds: float = 0
     def leaves() -> list[Tensor]:
         return [*inputs, *(module.parameters() if isinstance(module, nn.Module) else ())]
 
-    def outcome(backend: str | None) -> list[Tensor]:
+    def output_and_gradients(backend: str | None) -> list[Tensor]:
         with use_backend(backend):
             out = module(*inputs)
             torch.manual_seed(1)
             seed = torch.randn(out.shape, device=device).to(out.dtype)
             return [out.detach(), *torch.autograd.grad(out, leaves(), seed)]
 
-    exact = outcome("eager")
+    exact = output_and_gradients("eager")
     if isinstance(module, nn.Module):
         module.to(dtype)
     inputs = [t.detach().to(dtype).requires_grad_() for t in inputs]
-    plain = [relative_rmse(a, e) for a, e in zip(outcome("eager"), exact, strict=True)]
-    errors = [relative_rmse(a, e) for a, e in zip(outcome(forced), exact, strict=True)]
+    plain = [relative_rmse(a, e) for a, e in zip(output_and_gradients("eager"), exact, strict=True)]
+    errors = [relative_rmse(a, e) for a, e in zip(output_and_gradients(forced), exact, strict=True)]
     if not all(error <= 2 * allowed + 1e-5 for error, allowed in zip(errors, plain, strict=True)):
-        found = ", ".join(f"{error:.1e} ({allowed:.1e})" for error, allowed in zip(errors, plain, strict=True))
-        raise RuntimeError(f"not timed, because it is wrong: output and gradients are off by (plain by) {found}")
-    del exact  # else it would count as the operator's memory
+        pairs = ", ".join(f"{error:.1e} ({allowed:.1e})" for error, allowed in zip(errors, plain, strict=True))
+        raise RuntimeError(
+            "not timed, because the result is wrong: relative errors of output and gradients (of plain PyTorch):"
+            f" {pairs}"
+        )
+    del exact  # otherwise it would count as memory of the operator
     with use_backend(forced):
         with torch.no_grad():
             out = module(*inputs)
-            forward, graph = _called_and_in_graph(lambda: module(*inputs), device, seconds)
+            forward, graph = _eager_and_graph_ms(lambda: module(*inputs), device, seconds)
         seed = torch.randn_like(out)
 
         def train() -> None:
             torch.autograd.grad(module(*inputs), leaves(), seed)
 
-        training, training_graph = _called_and_in_graph(train, device, seconds)
+        training, training_graph = _eager_and_graph_ms(train, device, seconds)
         peak = peak_gb(train) if device == "cuda" else float("nan")
     limit = sum(t.numel() * t.element_size() for t in [*inputs, out]) / BANDWIDTH * 1e3
     label = (case.op, case.case, case.tokens, backend)
     return OpRow(*label, forward, training, graph, training_graph, peak, limit, errors[0], max(errors[1:]))
 
 
-def _called_and_in_graph(run: Callable[[], object], device: str, seconds: float) -> tuple[float, float]:
-    called, graph = median_ms(run, device, seconds), float("nan")
+def _eager_and_graph_ms(run: Callable[[], object], device: str, seconds: float) -> tuple[float, float]:
+    eager, graph = median_ms(run, device, seconds), float("nan")
     if device == "cuda":
-        with suppress(RuntimeError):  # what synchronises inside, as some of PyTorch's own backwards do, has no graph
+        with suppress(RuntimeError):  # a function that synchronises cannot be captured
             graph = median_ms(run, device, seconds, graph=True)
-    return called, graph
+    return eager, graph

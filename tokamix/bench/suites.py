@@ -1,4 +1,4 @@
-"""Which measurements belong together; one function runs them and writes their rows as CSV."""
+"""Suites of measurements, and the function that runs one and writes its rows as CSV."""
 
 import csv
 import platform
@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ import torch
 from tokamix.bench import models, ops
 from tokamix.mixers import list_mixers
 
-# the authors' released AMixer-T differs from their paper's table; it is the one their speed is known for
+# the authors' released AMixer-T differs from the table in their paper; their speed is known for the released one
 AMIXER_RELEASED = {"depths": (2, 2, 10, 2), "num_heads": (3, 6, 12, 24), "bank_sizes": (4, 9, 18, 36)}
 OURS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("atmnet_tiny", {}),
@@ -29,7 +30,7 @@ OURS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 PEERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("deit_small_patch16_224", {}),
-    ("swin_tiny_patch4_window7_224", {"drop_path_rate": 0.0}),  # by default 0.1, and no two runs drop the same
+    ("swin_tiny_patch4_window7_224", {"drop_path_rate": 0.0}),  # default 0.1, with which two runs differ
     ("convnext_tiny", {}),
     ("xcit_small_12_p16_224", {}),
 )
@@ -41,13 +42,13 @@ LARGE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("convnext_tiny", {}),
 )
 
-H200 = ("ops", "scaling", "models")  # what docs/benchmarks.md is made of
+H200 = ("ops", "scaling", "models")  # the source of docs/benchmarks.md
 
-Measurement = tuple[str, Callable[[], Any]]  # a label, and what gives the row
+Measurement = tuple[str, Callable[[], Any]]  # label, function that returns the row
 
 
 def _models(device: str) -> Iterator[Measurement]:
-    """Ours without CUDA graphs, for their memory too; then all with them."""
+    """Our models without CUDA graphs, which also gives their memory; then all models with them."""
     small = [(name, mode, 224, 128, kwargs) for mode in ("infer", "train") for name, kwargs in (*OURS, *PEERS)]
     large = [(name, "infer", 1024, 8, kwargs) for name, kwargs in LARGE]
     ours = [case for case in small if case[0] in dict(OURS)]
@@ -80,7 +81,7 @@ SUITES: dict[str, Callable[[str], Iterator[Measurement]]] = {
 
 
 def environment(device: str) -> str:
-    """The day, the processor and the versions of a measurement, a line each."""
+    """Date, processor and versions of a measurement, one per line."""
     processor = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "CPU"
     if device == "cuda" and shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -89,34 +90,47 @@ def environment(device: str) -> str:
     return f"{time.strftime('%d %B %Y')}\n{processor}\n{versions}\n"
 
 
-def run(suite: str, output: Path, device: str, only: str = "", say: Callable[[str], None] = print) -> Path:
-    """Measure a suite, row by row into `output`/<suite>.csv; what fails is said and left out.
+def run(suite: str, output: Path, device: str, only: str = "", log: Callable[[str], None] = print) -> Path:
+    """Run a suite and write `output`/<suite>.csv row by row; failed measurements are logged and left out.
+
+    Raises an error if no label matches `only` or all measurements fail; then no file is written.
 
     Args:
-        suite: a name in SUITES.
+        suite: a key of SUITES.
         output: folder for the CSV file.
         device: "cuda" or "cpu".
         only: a regular expression that labels must match.
-        say: called with a line for each row.
+        log: called with one line per measurement.
     """
-    output.mkdir(parents=True, exist_ok=True)
     path = output / f"{suite}.csv"
-    writer = None
-    with path.open("w", newline="") as file:
+    labels, failed = [], 0
+    with ExitStack() as stack:
+        writer = None
         for label, measure in SUITES[suite](device):
+            labels.append(label)
             if not re.search(only, label):
                 continue
             start = time.perf_counter()
             try:
                 row = measure().as_dict()
-            except Exception as error:  # one that fails must not cost the others their measurement
-                say(f"{label}: FAILED, {type(error).__name__}: {str(error)[:300]}")
+            except Exception as error:  # the other measurements must still run
+                log(f"{label}: FAILED, {type(error).__name__}: {str(error)[:300]}")
+                failed += 1
                 continue
             if writer is None:
+                output.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(path.open("w", newline=""))
                 writer = csv.DictWriter(file, list(row))
                 writer.writeheader()
             writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
             file.flush()
             numbers = ", ".join(f"{k} {v:.4g}" for k, v in row.items() if isinstance(v, float))
-            say(f"{label}: {numbers} ({time.perf_counter() - start:.0f} s)")
+            log(f"{label}: {numbers} ({time.perf_counter() - start:.0f} s)")
+    if writer is None and not failed:
+        raise ValueError(
+            f"--only {only!r} matches none of the {len(labels)} measurements of suite {suite!r}; labels look like"
+            f" {labels[0]!r}"
+        )
+    if writer is None:
+        raise RuntimeError(f"all {failed} measurements of suite {suite!r} failed; {path} is not written")
     return path

@@ -1,4 +1,4 @@
-"""Timers: CUDA events on a GPU, a clock on the CPU; the median of many runs after a warm-up."""
+"""Timing with CUDA events or a clock: the median of many runs after a warm-up; memory; profiles; errors."""
 
 import statistics
 import time
@@ -18,13 +18,13 @@ def median_ms(run: Callable[[], object], device: str, seconds: float = 1.0, grap
         return _median_on_cpu(run, seconds)
     torch.cuda.synchronize()
     if graph:
-        recorded = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(recorded):
+        cuda_graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(cuda_graph):
             run()
-        run = recorded.replay
+        run = cuda_graph.replay
     estimate = _events_ms(run, 3) / 3
     repeats = max(5, min(200, int(seconds * 1e3 / max(estimate, 1e-3))))
-    # short calls are timed in groups, so that the events' own cost does not count
+    # short calls are timed in groups, which makes the cost of the events negligible
     group = max(1, int(0.2 / max(estimate, 1e-4)))
     return statistics.median(_events_ms(run, group) / group for _ in range(repeats))
 
@@ -49,7 +49,7 @@ def _median_on_cpu(run: Callable[[], object], seconds: float) -> float:
 
 
 def print_costs(run: Callable[[], object], device: str, calls: int = 1, rows: int = 20) -> None:
-    """Print what takes the time of `run()`: its total, and the dearest kernels (on a CPU: operators)."""
+    """Print the total time of `run()` and its slowest kernels (on a CPU: operators)."""
     cuda = device == "cuda"
     activity = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
     with profile(activities=[activity]) as record:

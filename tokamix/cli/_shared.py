@@ -4,10 +4,15 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from tokamix.compare import Report
 
 console = Console()
 METRICS = {"top1": "top-1", "miou": "mIoU", "box_ap": "box AP", "mask_ap": "mask AP"}
@@ -29,3 +34,28 @@ def plain_errors() -> Iterator[None]:
         if os.environ.get("TOKAMIX_TRACEBACK"):
             raise
         raise typer.Exit(1) from None
+
+
+def print_comparison(report: "Report") -> None:
+    """Print the tables of a comparison: the trained mixers, and the cost of all."""
+    from tokamix.compare.report import accuracy_text, amount
+
+    trained = Table(box=None, header_style="bold", caption_justify="left", pad_edge=False)
+    trained.add_column("token mixer")
+    for title in ("accuracy", "params", "MACs", "exp calls", f"{report.device} latency", "training"):
+        trained.add_column(title, justify="right", no_wrap=True)
+    for result in report.results:
+        costs = (amount(result.parameters), amount(result.costs[0].macs), amount(result.costs[0].exps))
+        times = (f"{result.latency_ms:.1f} ms", f"{result.seconds:.0f} s")
+        trained.add_row(result.title, accuracy_text(result), *costs, *times)
+    trained.caption = (
+        f"{report.train_images:,} training images, {report.test_images:,} validation images: differences below"
+        f" {report.noise:.1f} points mean nothing"
+    )
+    untrained = Table(box=None, header_style="bold", pad_edge=False)
+    untrained.add_column("all mixers, untrained")
+    for title in ("params", "MACs", "exp calls", f"{report.device} latency"):
+        untrained.add_column(title, justify="right", no_wrap=True)
+    for cost in report.costs:
+        untrained.add_row(cost.mixer, *cost.cells())
+    console.print("", trained, "", untrained)

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from tokamix import __version__
+import tokamix
 from tokamix.cli.bench import bench
+from tokamix.cli.compare import compare
 from tokamix.cli.demo import demo
 from tokamix.cli.eval import eval_
 from tokamix.cli.info import info
@@ -22,7 +23,7 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_comp
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"tokamix {__version__}")
+        print(f"tokamix {tokamix.__version__}")
         raise typer.Exit
 
 
@@ -41,6 +42,7 @@ for name, command in (
     ("predict", predict),
     ("models", models),
     ("recipes", recipes),
+    ("compare", compare),
     ("demo", demo),
     ("bench", bench),
     ("info", info),

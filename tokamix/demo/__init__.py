@@ -1,13 +1,5 @@
-"""The demo: softmax and five mixers on digits."""
+"""The demo: softmax attention and five other mixers, compared on handwritten digits."""
 
-from tokamix.demo.run import (
-    ENTRANTS,
-    Job,
-    run,
-)
+from tokamix.demo.run import CANDIDATES, run_demo
 
-__all__ = [
-    "ENTRANTS",
-    "Job",
-    "run",
-]
+__all__ = ["CANDIDATES", "run_demo"]

@@ -25,7 +25,7 @@ from tokamix.predict.draw import captioned_sheet
 
 MISTAKES = 24  # images on the sheet
 NUMBERED = 20  # classes up to which the matrix shows counts in its cells
-NAMED = 60  # classes up to which the matrix shows all names
+NAMED = 120  # classes up to which the matrix shows all names
 RED, GREEN, BLACK = (190, 40, 50), (30, 120, 60), (33, 37, 41)
 
 
@@ -86,7 +86,8 @@ def _per_class(names: Sequence[str], confusion: Tensor) -> list[list[Any]]:
 
 
 def draw_confusion(confusion: Tensor, names: Sequence[str], path: Path) -> None:
-    """Draw a confusion matrix (ground truth, prediction): colours are percent of the ground truth's row."""
+    """Draw a confusion matrix (ground truth, prediction); colours are percent of the row, on a square-root scale."""
+    from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
     count = len(names)
@@ -98,13 +99,15 @@ def draw_confusion(confusion: Tensor, names: Sequence[str], path: Path) -> None:
     margin = 0.085 * max(map(len, short)) if count <= NAMED else 0.6
     figure = Figure(figsize=(side + margin + 1.8, side + margin + 1.1), dpi=110, layout="constrained")
     axes = figure.add_subplot()
-    shown = axes.imshow(percent, cmap="Blues", vmin=0, vmax=100)
+    # on a linear scale, the few images of most confusions would be invisible
+    shown = axes.imshow(percent, cmap="Blues", norm=PowerNorm(0.5, vmin=0, vmax=100), interpolation="nearest")
     figure.colorbar(shown, ax=axes, label="% of the ground truth", fraction=0.046, pad=0.03)
     correct, images = int(confusion.diag().sum()), int(confusion.sum())
-    axes.set_title(f"{100 * correct / max(images, 1):.1f} % of {images:,} images correct", fontsize=11)
+    title = f"{100 * correct / max(images, 1):.1f} % of {images:,} images correct"
+    axes.set_title("\n".join([title, *_top_confusions(confusion, short)]), fontsize=10, loc="left")
     axes.set(xlabel="prediction", ylabel="ground truth")
     if count <= NAMED:
-        size = max(4.5, min(10.0, 72 * side / count * 0.62))
+        size = max(4.5, min(10.0, 72 * side / count * 0.68))
         axes.set_xticks(range(count), short, rotation=90 if count > 6 or max(map(len, short)) > 8 else 0, fontsize=size)
         axes.set_yticks(range(count), short, fontsize=size)
     else:
@@ -112,9 +115,19 @@ def draw_confusion(confusion: Tensor, names: Sequence[str], path: Path) -> None:
     if count <= NUMBERED:
         for row, column in np.ndindex(count, count):
             if matrix[row, column]:
-                ink = "white" if percent[row, column] > 55 else "#202428"
+                ink = "white" if percent[row, column] > 30 else "#202428"
                 axes.text(column, row, f"{int(matrix[row, column])}", ha="center", va="center", color=ink, fontsize=9)
-    figure.savefig(path, format="png")
+    figure.savefig(path, format="png", bbox_inches="tight", pad_inches=0.15)
+
+
+def _top_confusions(confusion: Tensor, names: Sequence[str]) -> list[str]:
+    """Lines about the most frequent confusions; none for a few classes, where the matrix shows them at a glance."""
+    if len(names) <= NUMBERED:
+        return []
+    wrong = confusion.clone().fill_diagonal_(0).flatten()
+    counts, places = wrong.topk(5)
+    pairs = [(divmod(place, len(names)), n) for place, n in zip(places.tolist(), counts.tolist(), strict=True) if n]
+    return [f"{names[label]} predicted as {names[predicted]}: {n}" for (label, predicted), n in pairs]
 
 
 def _draw_mistakes(mistakes: list[Any], total: int, confusion: Tensor, config: InferenceConfig) -> Image.Image:
@@ -128,6 +141,7 @@ def _draw_mistakes(mistakes: list[Any], total: int, confusion: Tensor, config: I
         bytes_ = ((pixels.float() * std + mean) * 255).round().clamp(0, 255).byte()
         grey = bytes_.shape[0] != 3  # of other channels, the first is shown
         images.append(Image.fromarray((bytes_[0] if grey else bytes_.permute(1, 2, 0)).numpy()))
-        lines = [(f"is {config.class_names[label]}", GREEN), (f"not {config.class_names[predicted]}", RED)]
+        names = config.class_names
+        lines = [(f"label: {names[label]}", GREEN), (f"predicted: {names[predicted]}", RED)]
         captions.append([*lines, (f"confidence {100 * confidence:.0f} %", BLACK)])
     return captioned_sheet(images, captions, title=title)

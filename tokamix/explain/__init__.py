@@ -1,1 +1,1 @@
-"""Pictures of what a model looks at."""
+"""Visual explanations of models."""

@@ -1,6 +1,5 @@
 """Layers shared by the blocks of several model families."""
 
-from tokamix._register import finish_import
 from tokamix.layers.activation import GELU, approximate_gelu
 from tokamix.layers.conv import DepthwiseConv, ImageConv, MapConv, PatchConv
 from tokamix.layers.embed import ConvEmbed, PatchEmbed
@@ -38,5 +37,3 @@ __all__ = [
     "split_heads",
     "tokens_to_map",
 ]
-
-finish_import(__name__)

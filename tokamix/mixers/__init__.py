@@ -1,6 +1,5 @@
 """Token mixers as modules, called `mixer(x, grid)` on tokens (B, N, C); `SimA` as nn.MultiheadAttention is."""
 
-from tokamix._register import finish_import
 from tokamix.mixers.active_token import ActiveOffset, ActiveTokenMixer
 from tokamix.mixers.context_broadcast import ContextBroadcast
 from tokamix.mixers.cosformer import CosFormer
@@ -45,5 +44,3 @@ __all__ = [
     "list_mixers",
     "register_mixer",
 ]
-
-finish_import(__name__)

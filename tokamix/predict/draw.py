@@ -212,7 +212,8 @@ def captioned_sheet(
         title: above the grid.
     """
     gap, font, line = 10, _font(14), 19
-    columns = max(1, min(len(images), math.ceil(math.sqrt(1.6 * len(images))), 8))
+    columns = len(images) if len(images) <= 6 else min(range(8, 4, -1), key=lambda count: -len(images) % count)
+    columns = max(1, columns)
     lines = max((len(caption) for caption in captions), default=0)
     cell = side + lines * line + gap
     header = 40 if title else gap
@@ -314,7 +315,7 @@ def _draw_label(
     if not _overlap((left - 2, top - 2, right + 2, bottom + 2), box):
         x, y = (max(box[0], min((left + right) / 2, box[2])), max(box[1], min((top + bottom) / 2, box[3])))
         draw.line(((left + right) / 2, (top + bottom) / 2, x, y), fill=rgb, width=2)
-    draw.rectangle((left, top, right - 1, bottom - 1), fill=rgb)
+    draw.rectangle((left, top, right - 2, bottom - 2), fill=rgb)  # a gap to its neighbours
     dark = 0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2] < 150
     draw.text((left + 4, top + 1), text, PAPER if dark else INK, font)
 

@@ -1,10 +1,7 @@
 """Swap the mixer of an existing model, or insert context broadcasting into it."""
 
-from tokamix._register import finish_import
 from tokamix.swap.context_broadcast import insert_context_broadcast, remove_context_broadcast
 from tokamix.swap.mixer import swap_mixer
 from tokamix.swap.report import SwapReport
 
 __all__ = ["SwapReport", "insert_context_broadcast", "remove_context_broadcast", "swap_mixer"]
-
-finish_import(__name__)

@@ -1,4 +1,4 @@
-"""The demo's page, made from invented numbers."""
+"""The page of a comparison, rendered from invented numbers."""
 
 import re
 from dataclasses import replace
@@ -7,21 +7,37 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from tokamix.demo.report import Cost, Course, Growth, Report, Result, amount, outside, render
+from tokamix.compare.report import (
+    COLOURS,
+    Cost,
+    CostAtSize,
+    Curves,
+    Example,
+    Report,
+    Result,
+    Texts,
+    amount,
+    outside,
+    render,
+)
 
 NAMES = ("softmax", "softmax_cb", "sima", "active_token", "super_token", "weight_mixing")
 
 
 def make_report(seeds: int = 1, **changes) -> Report:
+    sizes = (
+        CostAtSize(64, 8_760_000, 98_304),
+        CostAtSize(256, 40_000_000, 400_000),
+        CostAtSize(1024, 9 * 10**8, 10**7),
+    )
     results = [
         Result(
-            key=name,
             title=f"The mixer {name}",
-            how="by magic",
+            description="a description",
             link="https://example.org/paper",
-            courses=tuple(Course((2.0, 0.5, 0.25), (40.0, 90.0, 95.0 + i / 2 + seed)) for seed in range(seeds)),
+            curves=tuple(Curves((2.0, 0.5, 0.25), (40.0, 90.0, 95.0 + i / 2 + seed)) for seed in range(seeds)),
             parameters=123_456 + i,
-            growth=(Growth(64, 8_760_000, 98_304), Growth(256, 40_000_000, 400_000), Growth(1024, 9 * 10**8, 10**7)),
+            costs=sizes,
             latency_ms=1.25 + i,
             seconds=17.0 + i,
             before=torch.rand(8, 8),
@@ -30,18 +46,18 @@ def make_report(seeds: int = 1, **changes) -> Report:
         for i, name in enumerate(NAMES)
     ]
     values = {
+        "texts": Texts("The title", "The lead.", "A note.", ["It is small."]),
         "results": results,
         "costs": [Cost("<mine>", 54_321, 7_650_000, 4_321, 3.4)],
-        "image": torch.rand(8, 8),
-        "label": "7",
-        "patch": (4, 4, 2),
+        "example": Example(torch.rand(8, 8, 3), "7", (4, 4, 2)),
         "train_images": 1437,
         "test_images": 360,
         "epochs": 3,
         "seeds": tuple(range(seeds)),
         "body": "a small body",
         "recipe": "digits",
-        "machine": "a CPU",
+        "device": "CPU",
+        "machine": "a processor",
         "date": "1 May 2030",
         "docs": [("Training", "docs/training.md")],
     }
@@ -74,7 +90,7 @@ class Page(HTMLParser):
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
-def test_page_needs_nothing_but_itself(seeds: int) -> None:
+def test_page_is_self_contained(seeds: int) -> None:
     text = render(make_report(seeds))
     page = Page(text)
     assert not page.count("script")
@@ -85,19 +101,30 @@ def test_page_needs_nothing_but_itself(seeds: int) -> None:
     assert len(text) < 300_000
 
 
-def test_page_says_every_number() -> None:
+def test_page_shows_every_number() -> None:
     text = render(make_report())
     for i in range(6):
         assert f"<td>{95 + i / 2:.1f}\u00a0%</td><td>123 k</td><td>8.76 M</td><td>98.3 k</td>" in text
         assert f"<td>{1.25 + i:.1f} ms</td><td>{17 + i} s</td>" in text
-    for fact in ("1,437", "360", "3 epochs, seed 0", "a small body", "a CPU", "1 May 2030"):
+    for fact in (
+        "1,437",
+        "360",
+        "3 epochs, seed 0",
+        "a small body",
+        "a processor",
+        "1 May 2030",
+        "The title",
+        "The lead.",
+    ):
         assert fact in text
     for name in NAMES:
         assert f"The mixer {name}" in text
+    assert "A note." in text
+    assert "<li>It is small.</li>" in text
     assert '<a href="docs/training.md">Training</a>' in text
 
 
-def test_pictures() -> None:
+def test_charts_and_receptive_fields() -> None:
     page = Page(render(make_report(seeds=3)))
     assert page.count("svg") == 4
     assert page.count("path", **{"class": "line"}) == 4 * 6
@@ -114,24 +141,27 @@ def test_several_seeds_show_their_range() -> None:
     assert "96.0\u00a0%<small>95.0 to 97.0</small>" in render(make_report(seeds=3))
 
 
-def test_what_counts_as_noise() -> None:
+def test_noise() -> None:
     """Two standard errors of 96.25 % on 360 images."""
     assert make_report().noise == pytest.approx(200 * (0.9625 * 0.0375 / 360) ** 0.5)
-    perfect = replace(make_report().results[0], courses=(Course((1.0,), (100.0,)),))
+    perfect = replace(make_report().results[0], curves=(Curves((1.0,), (100.0,)),))
     assert 0 < make_report(results=[perfect]).noise < 1
 
 
 @pytest.mark.parametrize("accuracy", [0.0, 50.0, 99.7, 100.0])
-def test_extreme_courses_are_drawn(accuracy: float) -> None:
-    course = Course((0.0,), (accuracy,))
-    text = render(make_report(results=[replace(make_report().results[0], courses=(course,))], epochs=1))
+def test_extreme_curves_are_drawn(accuracy: float) -> None:
+    curves = Curves((0.0,), (accuracy,))
+    text = render(make_report(results=[replace(make_report().results[0], curves=(curves,))], epochs=1))
     assert not re.search(r"\b(nan|inf)\b", text)
 
 
 def test_text_is_escaped() -> None:
     evil = '<script>alert("x")</script> & $more'
-    report = make_report(label=evil, body=evil, recipe=evil, machine=evil, date=evil, docs=[(evil, f'"{evil}')])
-    report = replace(report, results=[replace(report.results[0], title=evil, how=evil, link=f'"{evil}', key='"x')])
+    example = Example(torch.rand(8, 8, 3), evil, (4, 4, 2))
+    texts = Texts(evil, evil, evil, [evil])
+    report = make_report(texts=texts, example=example, body=evil, recipe=evil, machine=evil, date=evil)
+    report = replace(report, docs=[(evil, f'"{evil}')])
+    report = replace(report, results=[replace(report.results[0], title=evil, description=evil, link=f'"{evil}')])
     text = render(report)
     assert "<script" not in text
     assert "&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt; &amp; $more" in text
@@ -144,7 +174,7 @@ def test_amounts() -> None:
     assert [amount(n, 1) for n in (10, 1e4, 1e6)] == ["10", "10 k", "1 M"]
 
 
-def test_share_outside_the_patch() -> None:
+def test_fraction_outside_the_patch() -> None:
     field = torch.ones(8, 8)
     assert outside(field, (4, 4, 2)) == pytest.approx(60 / 64)
     field[4:6, 4:6] = 0
@@ -154,3 +184,18 @@ def test_share_outside_the_patch() -> None:
 def test_every_mixer_is_listed() -> None:
     page = render(make_report())
     assert "<code>&lt;mine&gt;</code></th><td>54.3 k</td><td>7.65 M</td><td>4.32 k</td><td>3.4 ms</td>" in page
+
+
+def test_page_without_receptive_fields() -> None:
+    page = Page(render(make_report(example=None)))
+    assert not page.count("img")
+    assert page.count("svg") == 4
+
+
+def test_every_mixer_has_its_own_colour() -> None:
+    results = [make_report().results[0]] * len(COLOURS)
+    text = render(make_report(results=results))
+    colours = re.findall(r"\.mixer\d+ { --c: (#\w{6}) }", text)
+    assert len(colours) == len(set(colours)) == 2 * len(COLOURS)
+    page = Page(text)
+    assert all(page.count("tr", **{"class": f"mixer{i}"}) == 1 for i in range(len(COLOURS)))
