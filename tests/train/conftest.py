@@ -1,10 +1,16 @@
 """Fixtures of the training tests."""
 
+import json
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.train import tiny, tiny_dense
+from tests.train.launch import DENSE_RUNS, DISTRIBUTED, torchrun
+from tokamix.train import RunResult
 from tokamix.train.output import run_folder
 from tokamix.train.tasks import classify
 
@@ -21,3 +27,29 @@ def no_drawings(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(run_folder, "draw_curves", draw_curves)
     monkeypatch.setattr(classify, "write_report", write_report)
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunResult]:
+    """Uninterrupted runs by their settings, each trained once; `task` selects a dense task."""
+    runs: dict[str, RunResult] = {}
+
+    def train_once(task: str | None = None, **settings: Any) -> RunResult:
+        key = json.dumps([task, settings], sort_keys=True, default=str)
+        if key not in runs:
+            folder = tmp_path_factory.mktemp("reference")
+            runs[key] = tiny_dense.run(task, folder, **settings) if task else tiny.run(folder, **settings)
+        return runs[key]
+
+    return train_once
+
+
+@pytest.fixture(scope="session")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess]:
+    """Runs of all tasks in one job of two processes, and the finished job."""
+    folder = tmp_path_factory.mktemp("two_processes")
+    runs = [{**tiny.PARALLEL, **more, "output": str(folder / name)} for name, more in DISTRIBUTED.items()]
+    runs += [{**settings, "output": str(folder / name)} for name, settings in DENSE_RUNS.items()]
+    job = torchrun({"runs": runs})
+    assert job.returncode == 0, job.stderr[-3000:]
+    return folder, job

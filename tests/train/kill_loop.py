@@ -1,6 +1,6 @@
-"""Run the training command in processes of its own and kill them at random moments, until one comes to the end.
+"""Run the training command in processes and kill them at random moments, until one finishes.
 
-`python -m tests.train.kill_loop FOLDER`: FOLDER/whole is the unbroken run, FOLDER/killed the other one.
+`python -m tests.train.kill_loop FOLDER`: FOLDER/whole is the uninterrupted run, FOLDER/killed the other one.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-# what the command would import, before the forks: they then reach the training sooner, where the kills shall fall
+# imports of the command, before the forks: the children reach the training sooner, where the kills should fall
 from matplotlib.figure import Figure  # noqa: F401
 from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
@@ -22,10 +22,10 @@ from tokamix.cli import app
 from tokamix.data import create_dataset
 
 COMMAND = "train --data digits --recipe digits --save-every 3 --log-every 2 --quiet --device cpu"
-KILLS = 8
+KILLS = 6
 SETTINGS = """
-    epochs=12 batch_size=256 accumulate=2 warmup_epochs=1 image_size=8 drop_path=0.1 ema=0.9 mixup=0.8
-    model_kwargs.img_size=8 model_kwargs.dim=16 model_kwargs.depth=2
+    epochs=8 batch_size=256 accumulate=2 warmup_epochs=1 image_size=8 drop_path=0.1 ema=0.9 mixup=0.8
+    model_kwargs.dim=16 model_kwargs.depth=2
 """
 
 
@@ -45,7 +45,7 @@ def stamp(file: Path) -> int:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    create_dataset("digits")  # this and the imports cost once, for all processes
+    create_dataset("digits")  # happens once, as the imports do
     draw = random.Random(0)
     begun = time.monotonic()
     child = start(folder / "whole")
@@ -57,7 +57,7 @@ def main(folder: Path) -> None:
     while status != 0:
         resumed += state.is_file()
         child = start(output)
-        # some time after so many saves: between steps and within them, while evaluating and while writing
+        # some time after a number of saves: between and within steps, during evaluation and during writes
         saves, until = draw.randint(0, 1), 0.0
         last, status = stamp(state), None
         while status is None:

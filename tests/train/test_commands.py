@@ -8,14 +8,16 @@ from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tests.train.tiny import run, tiny_data
+from tests.train.loop.test_resume import Stop, stop_at
+from tests.train.tiny import assert_same_bits, run, tiny_data
 from tokamix.cli import app
 from tokamix.recipes import list_recipes, load_recipe
+from tokamix.train import train
 from tokamix.train.loop.engine import NotFiniteError
 from tokamix.train.output.progress import Display
 
-SMALL = "--set epochs=2 --set warmup_epochs=1 --set batch_size=256 --set image_size=8 --set model_kwargs.img_size=8"
-SMALL += " --set model_kwargs.dim=16 --set model_kwargs.depth=1 --device cpu --recipe digits --data digits"
+SMALL = "--epochs 2 --batch-size 256 --image-size 8 --set model_kwargs.dim=16 --set model_kwargs.depth=1"
+SMALL += " --device cpu --recipe digits --data digits"
 
 
 def call(*args: str, code: int = 0) -> str:
@@ -24,18 +26,79 @@ def call(*args: str, code: int = 0) -> str:
     return " ".join(result.output.split())
 
 
-def test_train_eval_and_again(tmp_path: Path) -> None:
+def test_train_eval_and_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("sklearn")
     out = call("train", *SMALL.split(), "--output", str(tmp_path / "a"))
-    assert "columnar_tiny_softmax on digits: 2 epochs of 5 steps" in out
+    assert f"columnar_tiny_softmax on digits: 2 epochs of 5 steps, in {tmp_path / 'a'}" in out
+    assert "epochs changed from 25 to 2, so the schedule scales: warmup_epochs 1 -> 0.08" in caplog.text
     assert "epoch 2/2 train loss" in out
     assert f"the run is in {tmp_path / 'a'}" in out
     top1 = out.partition("best top-1 ")[2].split()[0]
     assert f"top-1 {top1} %" in call("eval", str(tmp_path / "a"), "--data", "digits", "--device", "cpu")
-    assert "after step 10 of 10" in call("train", *SMALL.split(), "--output", str(tmp_path / "a"))
+    assert f"resuming {tmp_path / 'a'} after step 10 of 10" in call(
+        "train", *SMALL.split(), "--output", f"{tmp_path}/a"
+    )
     other = call("train", *SMALL.split(), "--set", "lr=1", "--output", str(tmp_path / "a"), code=1)
     assert "lr was 0.002 and is 1.0" in other
     assert "Traceback" not in other
+    # the run's own recipe repeats it
+    again = call("train", "--data", "digits", "--recipe", f"{tmp_path}/a/recipe.yaml", "--output", f"{tmp_path}/b")
+    assert f"best top-1 {top1} %" in again
+    assert "--resume and --no-resume contradict" in call(
+        "train", *SMALL.split(), "--resume", "a", "--no-resume", code=1
+    )
+    assert "has no saved state to resume" in call("train", *SMALL.split(), "--resume", f"{tmp_path}/c", code=1)
+
+
+def test_runs_number_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finished or foreign folder is never used again; an unfinished run with the same settings is resumed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "train").mkdir(parents=True)
+    (tmp_path / "runs" / "train" / "notes.txt").write_text("not a run")
+    finished = run(None, epochs=2)
+    assert finished.folder == Path("runs/train-2")
+    for output, settings in ((None, {"save_every": 3}), ("runs/train-4", {"lr": 1e-3})):  # with a saved state, without
+        with monkeypatch.context() as patch:
+            stop_at(patch, 4)
+            with pytest.raises(Stop):
+                run(output, epochs=2, **settings)
+    assert run(None, epochs=2, save_every=3).folder == Path("runs/train-3")
+    assert run(None, epochs=2, lr=1e-3).folder == Path("runs/train-4")
+    assert run(None, epochs=2).folder == Path("runs/train-5")
+    assert_same_bits(tmp_path / "runs" / "train-2", tmp_path / "runs" / "train-3")
+    assert run(None, epochs=2, resume=False).folder == Path("runs/train-6")
+    assert sorted(path.name for path in (tmp_path / "runs" / "train").iterdir()) == ["notes.txt"]
+
+
+def test_resume_by_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe is the run's own."""
+    with monkeypatch.context() as patch:
+        stop_at(patch, 4)
+        with pytest.raises(Stop):
+            run(tmp_path / "a", epochs=2, save_every=3)
+    result = train(None, tiny_data(), resume=tmp_path / "a", device="cpu", quiet=True)
+    assert (result.folder, len(result.epochs)) == (tmp_path / "a", 2)
+    with pytest.raises(ValueError, match="name two folders; leave --output out"):
+        train(None, tiny_data(), output=tmp_path / "b", resume=tmp_path / "a", device="cpu")
+
+
+@pytest.mark.parametrize("names", [{"top1": "top-1"}, {"box_ap": "box AP", "mask_ap": "mask AP"}], ids=len)
+def test_lines_fit_80_columns(tmp_path: Path, names: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    display = Display("model on data", tmp_path, 300, 1251, 0, names, quiet=False)
+    metrics = {key: 47.123 for name in names for key in (name, f"ema_{name}")}
+    train_row = {"epoch": 299, "loss": 2.3456, "images_per_second": 12345.6}
+    with display.console.capture() as capture:
+        row = {**metrics, "epoch": 299, "train_loss": 2.3, "loss": 1.2, "seconds": 1234.5, "images_per_second": 12345.6}
+        display.report(train_row)
+        display.epoch(row, is_best=True)
+        display.console.print(display.bar)
+    lines = capture.get().splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("epoch 299/300  train loss 2.3000  val loss 1.2000")
+    assert all(len(line.rstrip()) <= 80 for line in lines)
+    assert lines[1].rstrip().endswith("left")
+    assert "img/s" in lines[1] or len(names) > 1
 
 
 def test_errors_are_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,8 +148,8 @@ def test_the_bar_of_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert shown[1] == "epoch 3/3"
 
 
-def test_a_folder_with_a_damaged_picture(tmp_path: Path) -> None:
-    """It is named; or skipped, if asked for; `--workers` decode."""
+def test_folder_with_a_damaged_image(tmp_path: Path) -> None:
+    """The error names it; `--corrupt skip` skips it; `--workers` decode."""
     for name, shade in (("dark", 40), ("bright", 200)):
         for part in ("train", "val"):
             (tmp_path / part / name).mkdir(parents=True)

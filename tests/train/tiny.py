@@ -23,6 +23,10 @@ TINY = ClassifyRecipe(
     hflip=0.0,
 )
 
+# settings whose results do not depend on the number of processes: no dropout; mixed pairs stay in one process
+PARALLEL: dict[str, Any] = {"log_every": 1, "save_every": 3, "ema": 0.9, "clip_grad": 1.0, "epochs": 2}
+PARALLEL |= {"mixup": 0.8, "cutmix": 1.0, "random_erasing": 0.3, "crop_padding": 1, "hflip": 0.5}
+
 
 def tiny_data(classes: int = 4, train: int = 80, val: int = 37, channels: int = 3, seed: int = 0) -> DatasetSplits:
     """Noise over stripes whose direction and width tell the class."""
@@ -41,7 +45,7 @@ def tiny_data(classes: int = 4, train: int = 80, val: int = 37, channels: int = 
     return DatasetSplits("tiny", part(train, 0), part(val, 1), tuple(f"class {i}" for i in range(classes)))
 
 
-def run(output: Path, data: DatasetSplits | str | None = None, **settings: Any) -> RunResult:
+def run(output: Path | None, data: DatasetSplits | str | None = None, **settings: Any) -> RunResult:
     """Train the tiny model; settings of the recipe and arguments of `train` may both be given."""
     recipe = {key: value for key, value in settings.items() if key in TINY.to_dict()}
     others = {key: value for key, value in settings.items() if key not in recipe}

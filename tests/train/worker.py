@@ -1,6 +1,7 @@
-"""Trains the tiny model; torchrun starts it. `python -m tests.train.worker '{"runs": [{...}], ...}'`
+"""Trains tiny models in a job of torchrun. `python -m tests.train.worker '{"runs": [{...}, ...]}'`
 
-"runs" holds the settings of one run after the other, "kill" a step before which process 1 kills itself the first time.
+"runs" holds the settings of one run after the other; one with "task" is a segmenter or detector. A run with
+"kill": [attempt, step] kills process 1 before that step in that attempt of an elastic job.
 """
 
 import json
@@ -11,25 +12,32 @@ from pathlib import Path
 
 import torch
 
-from tests.train.tiny import run
+from tests.train import tiny, tiny_dense
 from tokamix.train.loop.engine import Engine
 
+train_step = Engine._train_step
 
-def kill_before(update: int) -> None:
-    real = Engine._train_step
+
+def kill_before(attempt: int, update: int) -> None:
+    """Kill process 1 before a step."""
 
     def step(self: Engine, batches) -> None:
-        if self.update == update and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if self.update == update and os.environ["RANK"] == "1" and restarts == attempt:
             os.kill(os.getpid(), signal.SIGKILL)
-        real(self, batches)
+        train_step(self, batches)
 
     Engine._train_step = step
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    told = json.loads(sys.argv[1])
-    if "kill" in told:
-        kill_before(told["kill"])
-    for settings in told["runs"]:
-        run(Path(settings.pop("output")), **settings)
+    for settings in json.loads(sys.argv[1])["runs"]:
+        Engine._train_step = train_step
+        if "kill" in settings:
+            kill_before(*settings.pop("kill"))
+        output = Path(settings.pop("output"))
+        if "task" in settings:
+            tiny_dense.run(settings.pop("task"), output, **settings)
+        else:
+            tiny.run(output, **settings)

@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.data.annotated.files import content, thing, write_coco
+from tests.train.launch import DENSE_RUNS, MASKS, SMALL_STVIT
 from tests.train.loop.test_resume import Stop, stop_at
 from tests.train.tiny import assert_same_bits, tiny_data
 from tests.train.tiny import run as run_classifier
@@ -21,16 +22,14 @@ from tokamix.data import Loader, create_dataset
 from tokamix.dense import create_segmenter
 from tokamix.evaluate import evaluate
 from tokamix.inference import load_model
-from tokamix.train import train
+from tokamix.train import RunResult, train
 from tokamix.train.loop.engine import NotFiniteError
 from tokamix.train.loop.epochs import FixedLengthEpochs
 from tokamix.train.loop.optim import create_optimizer, create_scheduler
 from tokamix.train.tasks.dense import SHEET_IMAGES, Dense
 from tokamix.train.tasks.segment import Segment
 
-ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
-MASKS = {"method": "mask_rcnn", "method_kwargs": {"width": 16, "rois_per_image": 32}}
 
 
 def test_segmentation_is_learned(tmp_path: Path) -> None:
@@ -61,7 +60,7 @@ CASES = {
     "segment": {"ema": 0.9, "accumulate": 2, "photometric": True, "scale": (64, 40), "scale_range": (0.5, 2.0)},
     "upernet": {"method": "upernet", "method_kwargs": {"width": 16}, "cat_max": 0.75},
     "detect": {"ema": 0.9, "scales": (24, 32, 40), "scale": (64, 32), "backbone": "stvit_small", "drop_path": 0.1}
-    | {"model_kwargs": {"dims": [16] * 4, "depths": [1] * 4, "num_heads": [2] * 4, "stoken_sizes": [4, 2, 1, 1]}},
+    | {"model_kwargs": SMALL_STVIT},
     "masks": {**MASKS, "iterations": 4, "eval_every": 2},
     "cascade": {**MASKS, "method": "cascade_mask_rcnn", "iterations": 2, "eval_every": 1, "batch_size": 2},
 }
@@ -72,42 +71,31 @@ STOPS = [("segment", 2), ("segment", 4), ("upernet", 4), ("detect", 4), ("masks"
 
 
 @pytest.mark.parametrize(("name", "update"), STOPS)
-def test_going_on_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, update: int) -> None:
+def test_resuming_is_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Callable[..., RunResult], name: str, update: int
+) -> None:
     task = "segment" if name in ("segment", "upernet") else "detect"
     settings = {"save_every": 1, **CASES[name]}
-    whole = run(task, tmp_path / "whole", **settings)
+    whole = reference(task, **settings)
     stop_at(monkeypatch, update)
     with pytest.raises(Stop):
         run(task, tmp_path / "broken", **settings)
     monkeypatch.undo()
     torch.manual_seed(123)
     resumed = run(task, tmp_path / "broken", **settings)
-    assert_same_bits(tmp_path / "whole", tmp_path / "broken")
+    assert_same_bits(whole.folder, resumed.folder)
     assert resumed.best == whole.best
-    sheets = [{p.name: p.read_bytes() for p in (tmp_path / n / "pictures").iterdir()} for n in ("whole", "broken")]
+    sheets = [{p.name: p.read_bytes() for p in (r.folder / "pictures").iterdir()} for r in (whole, resumed)]
     assert sheets[0] == sheets[1]
 
 
-def test_two_processes(tmp_path: Path) -> None:
-    """Each measures its share of the images; together they get the numbers of one process, for every method."""
-    normed = {key: CASES["detect"][key] for key in ("backbone", "model_kwargs")}  # its finest level has an idle norm
-    runs = [
-        {"task": "segment", "output": str(tmp_path / "segment"), "iterations": 2, "eval_every": 2},
-        {"task": "detect", "output": str(tmp_path / "normed"), "iterations": 2, "eval_every": 2, **normed},
-        {"task": "detect", "output": str(tmp_path / "detect"), "iterations": 2, "eval_every": 2},
-        {"task": "detect", "output": str(tmp_path / "masks"), "iterations": 2, "eval_every": 2, **MASKS},
-        {"task": "detect", "output": str(tmp_path / "cascade"), "iterations": 1, "eval_every": 1, **MASKS}
-        | {"method": "cascade_mask_rcnn"},
-    ]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.train.dense_worker", json.dumps(runs)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "BatchNorm uses the images of each process alone" in done.stderr
-    for settings in runs:
-        task, folder = settings["task"], Path(settings["output"])
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        alone = evaluate(folder, tiny_scenes(task), device="cpu")
+def test_two_processes(two_processes: tuple[Path, subprocess.CompletedProcess]) -> None:
+    """Each process evaluates its part of the images; the metrics equal those of one process, for every method."""
+    root, job = two_processes
+    assert "BatchNorm uses the images of each process alone" in job.stderr
+    for name, settings in DENSE_RUNS.items():
+        rows = [json.loads(line) for line in (root / name / "metrics.jsonl").read_text().splitlines()]
+        alone = evaluate(root / name, tiny_scenes(settings["task"]), device="cpu")
         shared = {key: rows[-1][key] for key in alone if "/" not in key}
         assert shared == pytest.approx({key: alone[key] for key in shared}, abs=1e-6)
         assert len(shared) >= 3
