@@ -12,16 +12,17 @@ from tests.dense.detectors import CLASSES, create_target, small_detector
 from tests.models.test_atmnet import TINY
 from tokamix.data.shapes import Shapes
 from tokamix.dense import Detector, create_backbone, create_detector
+from tokamix.dense.create import DETECTORS
 from tokamix.models.atmnet import ATMNet
+from tokamix.tasks import METHODS
 
 STEPS = {"retinanet": 80, "mask_rcnn": 40, "cascade_mask_rcnn": 40}
-METHODS = ("retinanet", "mask_rcnn", "cascade_mask_rcnn")
 BACKBONES = ("resnet10t", "norms", "xcit_nano_12_p16_sima")  # plain levels, level norms, a columnar model
 SIZE = (64, 96)
 TARGET = create_target([[5, 6, 40, 50], [50, 20, 90, 60]], [1, 4], SIZE)
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=METHODS["detect"])
 def method(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -236,6 +237,7 @@ def test_targets_select_losses_in_either_mode(detector: Detector) -> None:
 
 
 def test_contract(detector: Detector, method: str) -> None:
+    assert tuple(DETECTORS) == METHODS["detect"]
     assert detector.method == method
     assert detector.num_classes == CLASSES
     assert detector.no_weight_decay() <= {name for name, _ in detector.named_parameters()}

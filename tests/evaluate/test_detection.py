@@ -13,7 +13,7 @@ from pycocotools import mask as tools
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from tests.data.annotated.files import CATEGORIES, content, thing, write_coco
+from tests.data.annotated.files import CATEGORIES, annotation, content, write_coco
 from tests.train.tiny_dense import run
 from tokamix.data import AnnotatedImage, DataError, create_dataset
 from tokamix.evaluate import CocoAP, check_detection
@@ -32,13 +32,13 @@ def write_dataset(root: Path, images: int = 12) -> dict:
             left, top = draw.uniform(0, SIZE[1] - width), draw.uniform(0, SIZE[0] - height)
             box = [round(float(v), 2) for v in (left, top, width, height)]
             category = int(draw.choice([3, 7, 90]))
-            annotations.append(thing(100 + 7 * len(annotations), 10 + i, box, category))
-    annotations += [thing(3000 + i, 10 + i, [20.0 + i, 30, 150, 120 + i], 7) for i in range(3)]
+            annotations.append(annotation(100 + 7 * len(annotations), 10 + i, box, category))
+    annotations += [annotation(3000 + i, 10 + i, [20.0 + i, 30, 150, 120 + i], 7) for i in range(3)]
     drawn = np.zeros(SIZE, dtype=np.uint8, order="F")
     drawn[20:150, 30:220] = 1
     runs = tools.encode(drawn)
     runs = {"size": runs["size"], "counts": runs["counts"].decode()}
-    annotations.append(thing(5000, 10, [30, 20, 190, 130], 3, segmentation=runs, iscrowd=1))
+    annotations.append(annotation(5000, 10, [30, 20, 190, 130], 3, segmentation=runs, iscrowd=1))
     form = content(images, annotations)
     for entry in form["images"]:
         entry |= {"height": SIZE[0], "width": SIZE[1]}
@@ -163,7 +163,7 @@ def test_no_detections(tmp_path: Path) -> None:
 
 def test_missing_size_classes(tmp_path: Path) -> None:
     for part in ("train", "val"):
-        write_coco(tmp_path, part, content(1, [thing(1, 10, [3, 4, 1, 1])]))  # one pixel
+        write_coco(tmp_path, part, content(1, [annotation(1, 10, [3, 4, 1, 1])]))  # one pixel
     dataset = create_dataset(str(tmp_path), "detect").val
     metric = CocoAP(dataset, masks=True)
     scene = dataset.sample(0)
@@ -175,14 +175,14 @@ def test_missing_size_classes(tmp_path: Path) -> None:
 def test_annotation_id_0(tmp_path: Path) -> None:
     """pycocotools treats its match as none, so it gets another id."""
     for part in ("train", "val"):
-        write_coco(tmp_path, part, content(1, [thing(0, 10, [3, 4, 10, 10])]))
+        write_coco(tmp_path, part, content(1, [annotation(0, 10, [3, 4, 10, 10])]))
     dataset = create_dataset(str(tmp_path), "detect").val
     metric = CocoAP(dataset)
     metric.update(0, {"boxes": dataset.sample(0).boxes, "labels": torch.tensor([0]), "scores": torch.ones(1)})
     assert metric.compute()["box_ap"] == pytest.approx(100)
 
 
-CORNERS = thing(1, 10, [3, 4, 10, 8])["segmentation"][0]
+CORNERS = annotation(1, 10, [3, 4, 10, 8])["segmentation"][0]
 ODD = {
     "a point before": {"segmentation": [[1, 2, 3, 4], CORNERS]},
     "a point after": {"segmentation": [CORNERS, [1, 2, 3, 4]]},
@@ -201,8 +201,8 @@ ODD = {
 @pytest.mark.parametrize("kind", ODD)
 def test_unusual_annotations(tmp_path: Path, kind: str) -> None:
     """Invalid annotations are left out; the others count."""
-    changed = thing(1, 10, [3, 4, 10, 8]) | ODD[kind]
-    form = content(1, [changed] if changed["id"] == 1 else [thing(1, 10, [3, 4, 10, 8]), changed])
+    changed = annotation(1, 10, [3, 4, 10, 8]) | ODD[kind]
+    form = content(1, [changed] if changed["id"] == 1 else [annotation(1, 10, [3, 4, 10, 8]), changed])
     if "image_id" in ODD[kind]:
         form["images"][0] |= {"id": "x1", "file_name": "10.png"}
     if "category_id" in ODD[kind]:
@@ -244,7 +244,7 @@ def test_result_files(tmp_path: Path) -> None:
 
 def test_data_that_cannot_be_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for part in ("train", "val"):
-        annotations = [thing(1, 10, [3, 4, 10, 8], iscrowd=int(part == "val"))]
+        annotations = [annotation(1, 10, [3, 4, 10, 8], iscrowd=int(part == "val"))]
         write_coco(tmp_path, part, content(1, annotations))
     with pytest.raises(DataError, match="there is nothing to detect: no image of the validation set has an annotation"):
         check_detection(create_dataset(str(tmp_path), "detect").val, masks=False)
@@ -256,7 +256,7 @@ def test_data_that_cannot_be_evaluated(tmp_path: Path, monkeypatch: pytest.Monke
         CocoAP(create_dataset(str(tmp_path), "detect").train, masks=True).update(
             0, {**one, "labels": torch.tensor([0])}
         )
-    annotations = [{k: v for k, v in thing(1, 10, [3, 4, 10, 8]).items() if k != "segmentation"}]
+    annotations = [{k: v for k, v in annotation(1, 10, [3, 4, 10, 8]).items() if k != "segmentation"}]
     for part in ("train", "val"):
         write_coco(tmp_path, part, content(1, annotations, categories=CATEGORIES))
     with pytest.raises(
@@ -275,7 +275,7 @@ def test_data_that_cannot_be_evaluated(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_training_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at its first evaluation."""
-    good = thing(1, 10, [3, 4, 10, 8])
+    good = annotation(1, 10, [3, 4, 10, 8])
     bare = {key: value for key, value in good.items() if key != "segmentation"}
 
     def refused(annotations: list[dict], message: str, **settings: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.data.annotated.files import content, thing, write_coco
+from tests.data.annotated.files import content, write_coco
 from tests.train.launch import DENSE_RUNS, MASKS, SMALL_STVIT
 from tests.train.loop.test_resume import Stop, stop_at
 from tests.train.tiny import assert_same_bits, tiny_data
@@ -197,7 +197,7 @@ def test_starting_from_a_segmenter(
 def bad_scenes(root: Path, **annotation: Any) -> str:
     """Four pictures in COCO's form to train on, five for validation."""
     for part, images in (("train", 4), ("val", 5)):
-        things = [thing(i + 1, 10 + i, [5, 5, 20, 20], **annotation) for i in range(images)]
+        things = [annotation(i + 1, 10 + i, [5, 5, 20, 20], **annotation) for i in range(images)]
         write_coco(root, part, content(images, things))
     return str(root)
 
