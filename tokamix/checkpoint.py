@@ -105,9 +105,9 @@ def read_checkpoint(path: str | Path) -> Mapping[str, Any]:
     except Exception as error:
         # torch raises UnpicklingError for classes that are not allowed. Its text, which explains how to load the file
         # anyway, and would run its code, is not repeated.
-        if found := re.search(r"GLOBAL (\S+)", str(error)):
+        if forbidden := re.search(r"GLOBAL (\S+)", str(error)):
             raise ValueError(
-                f"{path} contains {found[1]} besides weights and was not loaded, because it could run code; ask its"
+                f"{path} contains {forbidden[1]} besides weights and was not loaded, because it could run code; ask its"
                 " author for the state dict as .safetensors"
             ) from None
         raise ValueError(

@@ -95,7 +95,7 @@ def test_two_processes(two_processes: tuple[Path, subprocess.CompletedProcess]) 
     assert "BatchNorm uses the images of each process alone" in job.stderr
     for name, settings in DENSE_RUNS.items():
         rows = [json.loads(line) for line in (root / name / "metrics.jsonl").read_text().splitlines()]
-        alone = evaluate(root / name, tiny_scenes(settings["task"]), device="cpu")
+        alone = evaluate(root / name, tiny_scenes(settings["task"]), device="cpu").metrics
         shared = {key: rows[-1][key] for key in alone if "/" not in key}
         assert shared == pytest.approx({key: alone[key] for key in shared}, abs=1e-6)
         assert len(shared) >= 3
@@ -323,12 +323,12 @@ def test_intervals() -> None:
 
         endless = Loader.endless
 
-    intervals = FixedLengthEpochs(Three(), 5)  # type: ignore[arg-type]
+    intervals = FixedLengthEpochs(Three(), 5)
     assert len(intervals) == 5
     both = [*intervals.epoch(0), *intervals.epoch(1)]
     assert both == [(e, s) for e in range(4) for s in range(3)][:10]
     assert Three.started == [(0, 0), (1, 0), (2, 0), (3, 0)]  # nothing is read twice
-    assert list(FixedLengthEpochs(Three(), 5).epoch(1, start=2)) == both[7:]  # type: ignore[arg-type]
+    assert list(FixedLengthEpochs(Three(), 5).epoch(1, start=2)) == both[7:]
 
 
 def rates(recipe, steps: int, updates) -> list[float]:
