@@ -1,6 +1,7 @@
 """Backbones for dense prediction: the authors' maps, every family, any size, checkpoints, and other libraries."""
 
 import math
+from typing import Any
 
 import pytest
 import segmentation_models_pytorch as smp
@@ -48,6 +49,8 @@ TIMM = {
     "vit_small_patch14_dinov2": VitPyramid,
     "vit_small_patch32_224": VitPyramid,
 }
+# one block per stage, or the fewest blocks that give four levels
+SHALLOW: dict[type, dict[str, Any]] = {LevelNorms: {"depths": (1, 1, 1, 1)}, VitPyramid: {"depth": 4}}
 
 
 def tiny(**kwargs: object) -> ATMNet:
@@ -77,7 +80,7 @@ EMPTY = torch.zeros(1, 1)
 @pytest.mark.parametrize(("name", "levels"), (OURS | TIMM).items())
 def test_maps(name: str, levels: type[nn.Module]) -> None:
     """Odd sides, an image one pixel high, and a gradient for every trainable parameter."""
-    backbone = create_backbone(name)
+    backbone = create_backbone(name, **SHALLOW.get(levels, {}))
     assert type(backbone.levels) is levels
     assert backbone.strides == (4, 8, 16, 32)[: len(backbone.channels)]
     backbone.eval()
@@ -309,7 +312,8 @@ def test_backbone_in_torchvisions_mask_rcnn(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["atmnet_xtiny", "stvit_small"])
 def test_backbone_in_hugging_face(name: str) -> None:
-    config = TimmBackboneConfig(backbone=name, out_indices=[0, 1, 2, 3], use_pretrained_backbone=False)
+    options: dict[str, Any] = {"out_indices": [0, 1, 2, 3], "use_pretrained_backbone": False}
+    config = TimmBackboneConfig(backbone=name, **options)
     backbone = TimmBackbone(config=config).eval()
     ours = timm.create_model(name, features_only=True).eval()
     ours.load_state_dict(backbone._backbone.state_dict())

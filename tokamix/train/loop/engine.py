@@ -243,7 +243,7 @@ class Engine:
         with self.ema.swapped() if prefix and self.ema else nullcontext():
             drawing = self.task.draw_predictions(self.model)
         if drawing is not None and self.main:
-            self.folder.add_picture(number, drawing, self.best["epoch"] if self.best else number)
+            self.folder.add_drawing(number, drawing, self.best["epoch"] if self.best else number)
         self.epoch, self.step, self.sums, self.counted, self.seconds = number, 0, {}, 0, 0.0
         self.finished = self.epoch == self.recipe.evaluations
         due = self._save_is_due() or self.finished
