@@ -1,7 +1,8 @@
-"""Loading weights: ours, timm's, the papers' authors', from files nobody has to trust."""
+"""Load checkpoints of tokamix, timm and the papers' authors, without executing code from untrusted files."""
 
 import argparse
 import logging
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,14 +21,14 @@ StateDict = dict[str, Tensor]
 
 HUB = "hf-hub:"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-# where training scripts keep the weights; the averaged ones, which the papers report, come first
+# keys of the weights in training checkpoints; averaged weights, which the papers report, come first
 ENVELOPES = ("model_ema", "state_dict_ema", "model", "state_dict")
 PREFIXES = ("module.", "_orig_mod.")
 
 
 @dataclass
 class LoadReport:
-    """What `load_checkpoint` did: parameters taken as they are or resized, and those left at their initial values."""
+    """Result of `load_checkpoint`: number of loaded entries, resized ones, and those left at their initial values."""
 
     loaded: int = 0
     adapted: list[str] = field(default_factory=list)
@@ -40,18 +41,18 @@ def load_checkpoint(
     strict: bool = True,
     use_ema: bool = True,
 ) -> LoadReport:
-    """Load a checkpoint into `model`, whoever wrote it.
+    """Load a checkpoint of tokamix, timm or the papers' authors into a model.
 
-    Takes .safetensors and .pth files (read with weights_only, never unpickled), folders as timm and the Hub write them,
-    `hf-hub:user/name`, and state dicts. The authors' parameter names are translated; position tables and weight banks
-    are resized to the model's image size and the first convolution to its input channels; a classifier for another
-    number of classes is left at its initial values.
+    Accepts .safetensors and .pth files (read with weights_only, so no code in them runs), folders written by timm or
+    downloaded from the Hugging Face Hub, `hf-hub:user/name`, and state dicts. The authors' parameter names are
+    translated; position embeddings and weight banks are resized to the model's image size and the first convolution to
+    its input channels; a classifier with a different number of classes keeps its initial values.
 
     Args:
         model: a tokamix or timm model.
-        source: file, folder, hub name, or a state dict (with or without a training script's envelope).
-        strict: raise when parameters are missing, left over or of another shape; otherwise load what fits.
-        use_ema: prefer averaged weights where the file holds both.
+        source: file, folder, Hub name, or a state dict (also inside a training checkpoint).
+        strict: raise ValueError if entries are missing, unexpected or of different shape; False loads those that fit.
+        use_ema: prefer averaged weights if the file has both.
     """
     state = unwrap(source if isinstance(source, Mapping) else read_checkpoint(source), use_ema)
     translate = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
@@ -67,8 +68,8 @@ def load_checkpoint(
     reshaped = [name for name in own if name in state and state[name].shape != own[name].shape]
     if len(missing) == len(own):
         raise ValueError(
-            f"this checkpoint is not for {type(model).__name__}: none of its {len(state)} entries fits"
-            f" (it begins with {', '.join(list(state)[:3])}; the model with {', '.join(list(own)[:3])})"
+            f"the checkpoint does not fit {type(model).__name__}: none of its {len(state)} entries matches (it begins"
+            f" with {', '.join(list(state)[:3])}; the model with {', '.join(list(own)[:3])}); create the matching model"
         )
     if strict and (missing or unexpected or reshaped):
         raise ValueError(_differences(type(model).__name__, own, state, missing, unexpected, reshaped))
@@ -77,39 +78,50 @@ def load_checkpoint(
     report.loaded = len(fitting)
     report.fresh += missing + reshaped
     for name in report.fresh:
-        _log.warning("%s keeps its initial values: the checkpoint has none of that shape", name)
+        _log.warning("%s keeps its initial values: the checkpoint has no entry of that shape", name)
     return report
 
 
 def read_checkpoint(path: str | Path) -> Mapping[str, Any]:
-    """Read a checkpoint file, folder or hub name without running any code it may hold."""
+    """Read a checkpoint file, folder or Hub name without executing code in it."""
     if str(path).startswith(HUB):
         path = hf_hub_download(str(path).removeprefix(HUB), WEIGHT_FILES[0])
     path = Path(path)
     if path.is_dir():
         found = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
         if not found:
-            raise FileNotFoundError(f"{path} holds no weights: expected {' or '.join(WEIGHT_FILES)}")
+            raise FileNotFoundError(f"the folder {path} has no weights: it needs {' or '.join(WEIGHT_FILES)}")
         path = found[0]
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        # research checkpoints carry their command line; it is data, and the only foreign class admitted
+        # research checkpoints contain their command line, an argparse.Namespace: plain data, and the only class allowed
         with torch.serialization.safe_globals([argparse.Namespace]):
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, RuntimeError, EOFError, OSError, ValueError) as error:
-        raise ValueError(f"{path} is truncated or no checkpoint: {_first_line(error)}") from error
-    except Exception as error:  # torch raises pickle's own UnpicklingError for classes it does not admit
-        raise ValueError(f"{path} holds more than weights and was not loaded: {_first_line(error)}") from error
+        raise ValueError(f"{path} is truncated or not a checkpoint: {_first_line(error)}") from error
+    except Exception as error:
+        # torch raises UnpicklingError for classes that are not allowed. Its text, which explains how to load the file
+        # anyway, and would run its code, is not repeated.
+        if found := re.search(r"GLOBAL (\S+)", str(error)):
+            raise ValueError(
+                f"{path} contains {found[1]} besides weights and was not loaded, because it could run code; ask its"
+                " author for the state dict as .safetensors"
+            ) from None
+        raise ValueError(
+            f"{path} is truncated or not a checkpoint, or has more than weights; it was not loaded"
+        ) from None
     if not isinstance(loaded, Mapping):
-        raise ValueError(f"{path} holds a {type(loaded).__name__}, not a state dict; save model.state_dict() instead")
+        raise ValueError(
+            f"{path} contains a {type(loaded).__name__}, not a state dict; save model.state_dict() instead"
+        )
     return loaded
 
 
 def unwrap(checkpoint: Mapping[str, Any], use_ema: bool = True) -> StateDict:
-    """The state dict inside a training script's envelope, without the prefixes that wrappers add to its names."""
+    """The state dict of a training checkpoint, without the prefixes that wrappers add to its names."""
     envelopes = [name for name in ENVELOPES if isinstance(checkpoint.get(name), Mapping)]
     if envelopes:
         chosen = envelopes[0] if use_ema else next((n for n in envelopes if "ema" not in n), envelopes[0])
@@ -117,9 +129,9 @@ def unwrap(checkpoint: Mapping[str, Any], use_ema: bool = True) -> StateDict:
     state = {name: value for name, value in checkpoint.items() if isinstance(value, Tensor)}
     if not state:
         raise ValueError(
-            f"the checkpoint holds no tensors, only {', '.join(map(str, list(checkpoint)[:5])) or 'nothing'}"
+            f"the checkpoint has no tensors, only {', '.join(map(str, list(checkpoint)[:5])) or 'nothing'}"
         )
-    for prefix in PREFIXES * 2:  # a compiled model inside DDP carries both, in either order
+    for prefix in PREFIXES * 2:  # a compiled model inside DDP has both, in either order
         if all(name.startswith(prefix) for name in state):
             state = {name.removeprefix(prefix): value for name, value in state.items()}
     return state
@@ -134,7 +146,7 @@ def _adapt_input(model: nn.Module, state: StateDict, own: StateDict, report: Loa
 
 
 def _drop_classifier(model: nn.Module, state: StateDict, own: StateDict, report: LoadReport) -> None:
-    """Leave a classifier for another number of classes out."""
+    """Drop a classifier with a different number of classes."""
     classifier = _cfg(model).get("classifier") or "head"
     for name in (classifier,) if isinstance(classifier, str) else classifier:
         weight = f"{name}.weight"
@@ -152,12 +164,16 @@ def _cfg(model: nn.Module) -> dict[str, Any]:
 def _differences(
     model: str, own: StateDict, state: StateDict, missing: list[str], unexpected: list[str], reshaped: list[str]
 ) -> str:
-    parts = [f"{name} is {tuple(state[name].shape)} there, {tuple(own[name].shape)} here" for name in reshaped[:3]]
-    parts += [f"{name} {tuple(own[name].shape)} is missing there" for name in missing[:3]]
-    parts += [f"{name} {tuple(state[name].shape)} has no place here" for name in unexpected[:3]]
+    parts = [
+        f"{name} is {tuple(state[name].shape)} in the checkpoint, {tuple(own[name].shape)} in the model"
+        for name in reshaped[:3]
+    ]
+    parts += [f"{name} {tuple(own[name].shape)} is missing in the checkpoint" for name in missing[:3]]
+    parts += [f"{name} {tuple(state[name].shape)} is not in the model" for name in unexpected[:3]]
     total = len(missing) + len(unexpected) + len(reshaped)
     return f"the checkpoint does not fit {model} in {total} entries: {'; '.join(parts)}; strict=False loads the rest"
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()  # without ANSI codes
+    return text.splitlines()[0] if text else type(error).__name__

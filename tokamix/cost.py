@@ -1,4 +1,4 @@
-"""What one forward pass costs, found by tracing it: multiply-accumulates, and evaluations of exp."""
+"""The cost of one forward pass, counted by tracing it: multiply-accumulates and evaluations of exp."""
 
 import math
 from collections import Counter
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from tokamix.ops.dispatch import use_backend
 
-# operators that evaluate exp once for each element of their result (of their input, where they reduce it)
+# operators that evaluate exp once per element of their output (of their input, if they reduce it)
 EXP_OPERATORS = {
     "softmax": ("_softmax", "_safe_softmax", "_log_softmax", "logsumexp"),
     "gelu": ("gelu", "erf", "erfc"),
@@ -28,21 +28,21 @@ FUSED_ATTENTION = "_scaled_dot_product_"
 
 
 def count_exp(model: nn.Module, img_size: int | tuple[int, int] = 224) -> Counter[str]:
-    """How often one forward pass of one image evaluates exp, by kind; `.total()` sums the kinds up.
+    """Count the evaluations of exp in one forward pass of one image, by kind; `.total()` is their sum.
 
     Kinds are "softmax", "gelu" (an erf or tanh each, counted as one), "sigmoid" (SiLU too), "tanh" and "exp". The model
-    is traced, so it can be any; fused attention counts as many as the softmax inside it, one for each pair of tokens.
+    is traced, so any model works; fused attention counts like its softmax, one per pair of tokens and head.
     """
     return _trace(model, img_size, _ExpCounter).counts
 
 
 def count_macs(model: nn.Module, img_size: int | tuple[int, int] = 224) -> int:
-    """Multiply-accumulates of one forward pass of one image: matrix products, convolutions and attention."""
+    """Count the multiply-accumulates of one forward pass of one image: matrix products, convolutions and attention."""
     return _trace(model, img_size, _FlopCounter).flops // 2
 
 
 class _FlopCounter(TorchDispatchMode):
-    """torch's own formulas, without FlopCounterMode's bookkeeping by module, which is slow and fails on some models."""
+    """torch's formulas, without the per-module statistics of FlopCounterMode, which are slow and sometimes fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _ExpCounter(TorchDispatchMode):
 
 
 def _formulas() -> dict[Any, Callable[..., int]]:
-    """FLOPs of operators that torch's counter does not know, in all versions or in older ones."""
+    """FLOPs of operators that torch's counter lacks, in all versions or in older ones."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
         return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
@@ -81,7 +81,7 @@ def _formulas() -> dict[Any, Callable[..., int]]:
     def deformable(x: Tensor, weight: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
         return 2 * out_val.numel() * math.prod(weight.shape[1:])
 
-    # torch 2.11 counts nothing for attention on the CPU
+    # torch 2.11 counts 0 for attention on the CPU
     formulas: dict[Any, Callable[..., int]] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention}
     if hasattr(torch.ops.torchvision, "deform_conv2d"):
         formulas[torch.ops.torchvision.deform_conv2d] = deformable
@@ -89,7 +89,7 @@ def _formulas() -> dict[Any, Callable[..., int]]:
 
 
 def _trace(model: nn.Module, img_size: int | tuple[int, int], make_mode: Callable[[], Any]) -> Any:
-    """Run `model` on one image under a mode: on the meta device, or on its own if it cannot run there."""
+    """Run `model` on one image under a dispatch mode: on the meta device or, if that fails, on its own device."""
     state = {name: tensor for part in (model.named_parameters(), model.named_buffers()) for name, tensor in part}
     floats = [tensor for tensor in state.values() if tensor.is_floating_point()]
     own = floats[0] if floats else torch.empty(0)
@@ -100,7 +100,10 @@ def _trace(model: nn.Module, img_size: int | tuple[int, int], make_mode: Callabl
         try:
             with make_mode() as mode:
                 functional_call(model, {name: tensor.to("meta") for name, tensor in state.items()}, (image,))
-        except (RuntimeError, NotImplementedError):  # a tensor kept outside the state, or an operator without shapes
+        except (
+            RuntimeError,
+            NotImplementedError,
+        ):  # a tensor outside the state dict, or an operator without meta kernel
             if own.is_meta:
                 raise
             with make_mode() as mode:
@@ -110,7 +113,7 @@ def _trace(model: nn.Module, img_size: int | tuple[int, int], make_mode: Callabl
 
 @contextmanager
 def _plain_inference(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no gradients, and plain operators instead of those that hide many."""
+    """Evaluation mode without gradients, and with plain operators instead of fused ones."""
     training = {module: module.training for module in model.modules()}
     fast_path = torch.backends.mha.get_fastpath_enabled()
     model.eval()

@@ -12,16 +12,17 @@ from tests.dense.detectors import CLASSES, create_target, small_detector
 from tests.models.test_atmnet import TINY
 from tokamix.data.shapes import Shapes
 from tokamix.dense import Detector, create_backbone, create_detector
+from tokamix.dense.create import DETECTORS
 from tokamix.models.atmnet import ATMNet
+from tokamix.tasks import METHODS
 
 STEPS = {"retinanet": 80, "mask_rcnn": 40, "cascade_mask_rcnn": 40}
-METHODS = ("retinanet", "mask_rcnn", "cascade_mask_rcnn")
 BACKBONES = ("resnet10t", "norms", "xcit_nano_12_p16_sima")  # plain levels, level norms, a columnar model
 SIZE = (64, 96)
 TARGET = create_target([[5, 6, 40, 50], [50, 20, 90, 60]], [1, 4], SIZE)
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=METHODS["detect"])
 def method(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -58,26 +59,26 @@ def check_losses(
     return values
 
 
-def check_detections(found: dict[str, Tensor], size: tuple[int, int], masks: bool) -> None:
-    n = len(found["boxes"])
-    assert found["boxes"].shape == (n, 4)
-    assert found["labels"].shape == found["scores"].shape == (n,)
-    left, top, right, bottom = found["boxes"].unbind(1)
+def check_detections(detections: dict[str, Tensor], size: tuple[int, int], masks: bool) -> None:
+    n = len(detections["boxes"])
+    assert detections["boxes"].shape == (n, 4)
+    assert detections["labels"].shape == detections["scores"].shape == (n,)
+    left, top, right, bottom = detections["boxes"].unbind(1)
     assert ((left >= 0) & (top >= 0) & (right > left) & (bottom > top)).all()
     assert ((right <= size[1]) & (bottom <= size[0])).all()
-    assert ((found["labels"] >= 0) & (found["labels"] < CLASSES)).all()
-    assert (found["scores"].diff() <= 0).all()
-    assert ("masks" in found) == masks
+    assert ((detections["labels"] >= 0) & (detections["labels"] < CLASSES)).all()
+    assert (detections["scores"].diff() <= 0).all()
+    assert ("masks" in detections) == masks
     if masks:
-        assert found["masks"].shape == (n, *size)
-        assert found["masks"].dtype == torch.bool
+        assert detections["masks"].shape == (n, *size)
+        assert detections["masks"].dtype == torch.bool
 
 
 @torch.no_grad()
 def test_boxes_lie_in_their_image(detector: Detector) -> None:
     sizes = [(64, 96), (33, 47), (100, 20)]
-    found = detector([torch.randn(3, *size) for size in sizes])
-    for one, size in zip(found, sizes, strict=True):
+    detections = detector([torch.randn(3, *size) for size in sizes])
+    for one, size in zip(detections, sizes, strict=True):
         assert 0 < len(one["boxes"]) <= 100
         check_detections(one, size, detector.has_masks)
 
@@ -164,9 +165,9 @@ def test_a_bad_image_does_not_affect_the_others(detector: Detector, bad: float) 
     with torch.no_grad():
         expected = detector(images[1:])[0]
         images[0] = bad
-        nothing, found = detector(images)
-    assert not len(nothing["boxes"])
-    torch.testing.assert_close(found["scores"], expected["scores"])
+        of_bad_image, detections = detector(images)
+    assert not len(of_bad_image["boxes"])
+    torch.testing.assert_close(detections["scores"], expected["scores"])
 
 
 def test_an_image_of_1x4000_pixels(detector: Detector) -> None:
@@ -198,21 +199,21 @@ def test_bfloat16(detector: Detector) -> None:
     torch.manual_seed(0)
     with torch.autocast("cpu", torch.bfloat16):
         low = detector(image, [TARGET])
-        found = detector(image)[0]
+        detections = detector(image)[0]
     for name, loss in low.items():
         assert loss.dtype == torch.float32
         assert loss.item() == pytest.approx(plain[name].item(), rel=0.3, abs=0.05), name
     sum(low.values()).backward()
-    assert found["boxes"].dtype == found["scores"].dtype == torch.float32
-    check_detections(found, SIZE, detector.has_masks)
+    assert detections["boxes"].dtype == detections["scores"].dtype == torch.float32
+    check_detections(detections, SIZE, detector.has_masks)
 
 
 @torch.no_grad()
 def test_weights_of_bfloat16(detector: Detector) -> None:
     low = copy.deepcopy(detector).bfloat16()
-    found = low(torch.randn(2, 3, *SIZE).bfloat16())
-    assert found[0]["boxes"].dtype == torch.float32
-    check_detections(found[0], SIZE, detector.has_masks)
+    detections = low(torch.randn(2, 3, *SIZE).bfloat16())
+    assert detections[0]["boxes"].dtype == torch.float32
+    check_detections(detections[0], SIZE, detector.has_masks)
 
 
 @torch.no_grad()
@@ -236,6 +237,7 @@ def test_targets_select_losses_in_either_mode(detector: Detector) -> None:
 
 
 def test_contract(detector: Detector, method: str) -> None:
+    assert tuple(DETECTORS) == METHODS["detect"]
     assert detector.method == method
     assert detector.num_classes == CLASSES
     assert detector.no_weight_decay() <= {name for name, _ in detector.named_parameters()}

@@ -154,10 +154,10 @@ def test_detections_equal_torchvisions(ours: MaskRCNN, theirs: nn.Module) -> Non
     for a, real, b in zip(boxes, valid, proposals, strict=True):
         torch.testing.assert_close(a[real], b, rtol=1e-5, atol=1e-4)
     expected, _ = theirs.roi_heads(named, proposals, batch.image_sizes)
-    found = ours.predict(features, batch)
-    assert found["scores"].shape == (2, 100)
+    detections = ours.predict(features, batch)
+    assert detections["scores"].shape == (2, 100)
     for i, b in enumerate(expected):
-        a = {name: value[i] for name, value in found.items()}
+        a = {name: value[i] for name, value in detections.items()}
         torch.testing.assert_close(a["boxes"], b["boxes"], rtol=1e-5, atol=1e-3)
         torch.testing.assert_close(a["labels"], b["labels"] - 1)
         torch.testing.assert_close(a["scores"], b["scores"], rtol=1e-5, atol=1e-5)
@@ -196,7 +196,7 @@ def test_roi_align_of_half_precision_maps(ours: MaskRCNN) -> None:
         )
 
 
-def test_mask_targets_by_hand() -> None:
+def test_crop_masks_by_hand() -> None:
     """Binary, and exactly half of a box whose left half is the mask; torchvision's are not binary at the edge."""
     masks = torch.zeros(2, 40, 60, dtype=torch.bool)
     masks[1, 10:30, 10:24] = True

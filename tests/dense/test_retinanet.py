@@ -73,10 +73,10 @@ def test_detections_equal_torchvisions(ours: RetinaNet, theirs: nn.Module) -> No
     theirs.eval()
     ours.score_threshold = theirs.score_thresh = 0.01
     images = [torch.randn(3, *SIZE) for _ in range(3)]
-    for found, expected in zip(ours(images), theirs(images), strict=True):
-        assert len(found["boxes"]) == 100
-        assert list(found) == ["boxes", "labels", "scores"]
-        for key, value in found.items():
+    for detections, expected in zip(ours(images), theirs(images), strict=True):
+        assert len(detections["boxes"]) == 100
+        assert list(detections) == ["boxes", "labels", "scores"]
+        for key, value in detections.items():
             torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-4)
 
 

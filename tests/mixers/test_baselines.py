@@ -240,7 +240,7 @@ def test_pooling_against_its_formula() -> None:
         for z in range(4):
             around = grid[max(y - 1, 0) : y + 2, max(z - 1, 0) : z + 2].reshape(-1, 2).mean(0)
             torch.testing.assert_close(Pooling()(x, GRID)[0, 4 * y + z], around - grid[y, z])
-    with pytest.raises(ValueError, match="4x4 has no middle"):
+    with pytest.raises(ValueError, match="4x4 has no centre"):
         Pooling(4)
 
 
@@ -327,5 +327,5 @@ def test_context_broadcast_mistakes() -> None:
     with pytest.raises(ValueError, match="unknown kind 'cbx'"):
         ContextBroadcast(4, "cbx")
     for kind in ("gate", "hybrid"):
-        with pytest.raises(ValueError, match="multiplies by the class token, and there is none"):
+        with pytest.raises(ValueError, match="multiplies by the class token, but class_token is False"):
             ContextBroadcast(4, kind, class_token=False)

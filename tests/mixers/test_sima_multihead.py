@@ -229,7 +229,7 @@ def test_errors() -> None:
     x = torch.randn(1, 4, C)
     with pytest.raises(ValueError, match="12 channels do not divide into 5 heads"):
         SimA(C, 5)
-    with pytest.raises(ValueError, match="neither add_bias_kv nor add_zero_attn"):
+    with pytest.raises(ValueError, match="does not support add_bias_kv and add_zero_attn"):
         SimA(C, H, add_zero_attn=True)
     with pytest.raises(ValueError, match="no causal form"):
         SimA(C, H)(x, x, x, is_causal=True)

@@ -328,7 +328,7 @@ def test_bad_input() -> None:
         ActiveTokenMixer(8, share=3)
     with pytest.raises(ValueError, match="unknown kind 'diagonal' of offsets: choose one of axial, joint, zero"):
         timm.create_model("atmnet_xtiny", device="meta", offsets="diagonal")
-    with pytest.raises(ValueError, match="predict=False has no offsets of its own: pass offset"):
+    with pytest.raises(ValueError, match="predict=False does not predict offsets: pass offset"):
         ActiveTokenMixer(8, predict=False)(torch.zeros(1, 4, 8), (2, 2))
     with pytest.raises(ValueError, match="8 channels cannot share 6 offsets over 2 axes"):
         ActiveTokenMixer(8)(torch.zeros(1, 4, 8), (2, 2), torch.zeros(1, 4, 6))

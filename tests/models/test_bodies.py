@@ -62,7 +62,7 @@ def test_unknown_names() -> None:
         create_body("x", "sima")
     with pytest.raises(ValueError, match="there is no mixer 'simma'; did you mean sima"):
         create_body("columnar_tiny", "simma")
-    with pytest.raises(ValueError, match="must have a value for each stage"):
+    with pytest.raises(ValueError, match="must have one value per stage"):
         create_body("pyramid_tiny", "sima", depths=(1, 1))
 
 
@@ -85,7 +85,7 @@ def test_context_broadcasting_ends_the_mlp(body: str, blocks: str) -> None:
 
 
 def test_context_broadcasting_needs_a_class_token_for_its_gate() -> None:
-    with pytest.raises(ValueError, match="'gate' multiplies by the class token, and there is none"):
+    with pytest.raises(ValueError, match="'gate' multiplies by the class token, but class_token is False"):
         create_body("columnar_tiny", "sima", context_broadcast="gate", device="meta")
     with pytest.raises(ValueError, match="unknown kind 'x'"):
         create_body("columnar_tiny", "sima", context_broadcast="x", device="meta")

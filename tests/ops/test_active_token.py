@@ -219,7 +219,7 @@ def test_cost_is_linear_in_tokens() -> None:
 
 def test_bad_input() -> None:
     x = torch.zeros(1, 2, 3, 6)
-    with pytest.raises(ValueError, match=r"dim 1 \(height\) or 2 \(width\), got dim 3"):
+    with pytest.raises(ValueError, match=r"dim 1 \(height\) or 2 \(width\), got 3"):
         active_gather(x, x, 3)
     with pytest.raises(ValueError, match="6 channels cannot share 4 offsets over 1 axis"):
         active_gather(x, torch.zeros(1, 2, 3, 4), 1)

@@ -69,7 +69,7 @@ def test_bad_input() -> None:
         broadcast_context(tokens(2, 3))
     with pytest.raises(ValueError, match=r"one value per channel, \(3,\), got \(4,\)"):
         broadcast_context(tokens(1, 2, 3), tokens(4))
-    with pytest.raises(ValueError, match="there is none"):
+    with pytest.raises(ValueError, match="class_token is False"):
         broadcast_context(tokens(1, 2, 3), kind="gate", class_token=False)
     with pytest.raises(ValueError, match="unknown backend 'cuda'"):
         broadcast_context(tokens(1, 2, 3), backend="cuda")

@@ -1,4 +1,4 @@
-"""Pasting of masks against other ways to the same."""
+"""Mask pasting against grid_sample and torchvision."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tokamix.ops.mask_paste.op import paste_masks
 
 
 @pytest.mark.parametrize("box", [[10.0, 12, 38, 40], [3.3, 4.7, 21.2, 39.5], [-5, -3, 20, 70], [30, 30, 31, 31]])
-def test_masks_are_pasted_as_grid_sample_does(box: list[float]) -> None:
+def test_against_grid_sample(box: list[float]) -> None:
     torch.manual_seed(0)
     masks, size = torch.rand(3, 28, 28), (50, 64)
     boxes = torch.tensor([box, [0, 0, 64, 50], [5, 5, 60, 45]])
@@ -22,15 +22,15 @@ def test_masks_are_pasted_as_grid_sample_does(box: list[float]) -> None:
     torch.testing.assert_close(got[clear], (expected >= 0.5)[clear])
 
 
-def test_pasted_masks_are_near_torchvisions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disc in a box of whole pixels: torchvision pastes it within a pixel of the same place."""
+def test_close_to_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disc in a box of whole pixels: torchvision's result differs by at most a pixel at the edge."""
     y, x = torch.meshgrid(*[torch.arange(28) - 13.5] * 2, indexing="ij")
     disc = ((x**2 + y**2).sqrt() < 12).float()
     boxes = torch.tensor([[10.0, 12, 66, 68]])
     got, theirs = paste_masks(disc[None], boxes, (80, 90)), paste_masks_in_image(disc[None, None], boxes, (80, 90))
     assert (got ^ (theirs[:, 0] >= 0.5)).sum() < 0.06 * got.sum()
     many = paste_masks(disc.expand(5, -1, -1), boxes.expand(5, -1), (80, 90))
-    monkeypatch.setattr("tokamix.ops.mask_paste.reference.AT_ONCE", 2 * 80 * 90)  # two at a time
+    monkeypatch.setattr("tokamix.ops.mask_paste.reference.MAX_PIXELS", 2 * 80 * 90)  # two at a time
     torch.testing.assert_close(paste_masks(disc.expand(5, -1, -1), boxes.expand(5, -1), (80, 90)), many)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(paste_masks(disc[None], boxes, (80, 90)), got)

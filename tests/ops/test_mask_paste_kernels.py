@@ -1,4 +1,4 @@
-"""The kernel that pastes masks against the reference, under Triton's interpreter or on a GPU."""
+"""The mask pasting kernel against the reference, under Triton's interpreter or on a GPU."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_against_reference(side: int, size: tuple[int, int], dtype: torch.dtype,
     masks = torch.rand(len(boxes), side, side, device=DEVICE).to(dtype)
     got, expected = (paste_masks(masks, boxes, size, backend=backend) for backend in ("triton", "eager"))
     assert (got.shape, got.dtype) == (expected.shape, torch.bool)
-    assert (got ^ expected).float().mean() < 1e-3  # where the sum is one half but for its last bit
+    assert (got ^ expected).float().mean() < 1e-3  # pixels whose sum is 0.5 up to the last bit
 
 
 def test_no_masks_and_strides(poison_empty: None) -> None:

@@ -1,4 +1,4 @@
-"""Token mixers as modules, called `mixer(x, grid)` on tokens (B, N, C); `SimA` as nn.MultiheadAttention is."""
+"""Token mixers: modules called `mixer(x, grid)` on tokens (B, N, C); `SimA` is called like nn.MultiheadAttention."""
 
 from tokamix.mixers.active_token import ActiveOffset, ActiveTokenMixer
 from tokamix.mixers.context_broadcast import ContextBroadcast

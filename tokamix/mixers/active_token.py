@@ -1,4 +1,4 @@
-"""The active token mixer: every channel of every token picks the tokens it wants to see."""
+"""The active token mixer: each channel of a token samples other tokens at learned offsets."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ OFFSETS = ("axial", "joint", "zero")
 
 
 class ActiveOffset(nn.Sequential):
-    """Where the channels of a token look: LayerNorm, then Linear to two offsets for each context and `share` channels.
+    """Predicts sampling offsets: LayerNorm, then Linear to two offsets for each context and `share` channels.
 
     Tokens (..., C) -> (..., contexts * 2 * C / share): for each context first the offsets along the width, then those
     along the height, in tokens.
@@ -29,7 +29,7 @@ class ActiveOffset(nn.Sequential):
 
 
 class ActiveTokenMixer(nn.Module):
-    """Tokens recomposed along the width and along the height, fused with the query token.
+    """Recomposes tokens along the width and along the height and fuses them with the query token.
 
     Active Token Mixer, arXiv 2203.06108, as in the authors' code where the paper differs: positions are fractional; the
     fusion weighs the *embedded* branches, with one weight for each channel and image, from the mean over all tokens
@@ -43,8 +43,8 @@ class ActiveTokenMixer(nn.Module):
         dim: channels.
         share: neighbouring channels that share an offset.
         contexts: samples for each channel and direction.
-        offsets: "axial"; "joint", one offset along both axes; "zero", the baseline of the paper's table 8 where no
-            token sees another.
+        offsets: "axial"; "joint", one offset along both axes; "zero", the baseline of the paper's table 8
+            without mixing.
         predict: whether the mixer has its own offset layer, for calls without `offset`.
         out_dim: channels of the mixed tokens; None for `dim`.
     """
@@ -79,17 +79,17 @@ class ActiveTokenMixer(nn.Module):
         Args:
             x: tokens (B, H*W, C).
             grid: (H, W).
-            offset: (B, H*W, contexts * 2 * C / share), see `ActiveOffset`, or what `plan` made of them; None predicts
+            offset: (B, H*W, contexts * 2 * C / share), see `ActiveOffset`, or the result of `plan`; None predicts
                 them from x.
         """
         if offset is None and self.offset is not None:
             offset = self.offset(x)
         x = x.to(autocast_dtype(x))
-        branches = [embed(seen) for embed, seen in zip(self.embed, self._look(x, grid, offset), strict=True)]
+        branches = [embed(samples) for embed, samples in zip(self.embed, self._sample(x, grid, offset), strict=True)]
         branches.append(self.embed_query(x))
         summary = torch.stack([branch.mean(dim=1) for branch in branches]).sum(0)  # (B, C)
         weights = self.fusion(summary).unflatten(-1, (summary.shape[-1], len(branches)))
-        # branches first: weights that lie apart in memory make the products slow on a CPU
+        # branches first: with strided weights the products are slow on a CPU
         first, *others = weights.movedim(-1, 0).softmax(dim=0).to(x.dtype).unsqueeze(2)  # (B, 1, C) each
         mixed = first * branches[0]
         for weight, branch in zip(others, branches[1:], strict=True):
@@ -97,9 +97,9 @@ class ActiveTokenMixer(nn.Module):
         return self.proj(mixed)
 
     def plan(self, x: Tensor, grid: tuple[int, int], offset: Tensor) -> Tensor | GatherPlan:
-        """Offsets in the form that costs least where several mixers, on tokens like x, look by the same ones.
+        """Offsets in the cheapest form for several mixers that use the same offsets on tokens of the shape of x.
 
-        In inference mode alone: checkpoints do not see gradients through a plan, and it takes more memory.
+        Only in inference mode: a plan does not pass gradients through gradient checkpoints, and takes more memory.
         """
         if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
             return offset
@@ -108,18 +108,18 @@ class ActiveTokenMixer(nn.Module):
         plan = plan_gather_axes(tokens_to_map(x, grid), tokens_to_map(offset, grid))
         return plan if isinstance(plan, GatherPlan) else offset
 
-    def _look(self, x: Tensor, grid: tuple[int, int], offset: Tensor | GatherPlan | None) -> list[Tensor]:
-        """What each direction sees: (B, H*W, contexts * C) each."""
+    def _sample(self, x: Tensor, grid: tuple[int, int], offset: Tensor | GatherPlan | None) -> list[Tensor]:
+        """The samples of each direction, (B, H*W, contexts * C) each."""
         if self.offsets == "zero":
             return [x.repeat(1, 1, self.contexts) if self.contexts > 1 else x] * len(self.embed)
         if offset is None:
-            raise ValueError("a mixer built with predict=False has no offsets of its own: pass offset")
+            raise ValueError("a mixer created with predict=False does not predict offsets: pass offset")
         x = tokens_to_map(x, grid)
         if isinstance(offset, GatherPlan):
             return [s.flatten(1, 2) for s in active_gather_axes(x, offset)]
-        seen = []  # by context, then by direction
+        samples = []  # by context, then by direction
         for part in tokens_to_map(offset, grid).chunk(self.contexts, dim=-1):
-            seen.append(active_gather_axes(x, part) if self.offsets == "axial" else (active_gather_joint(x, part),))
+            samples.append(active_gather_axes(x, part) if self.offsets == "axial" else (active_gather_joint(x, part),))
         if self.contexts == 1:
-            return [s.flatten(1, 2) for s in seen[0]]
-        return [torch.cat(direction, dim=-1).flatten(1, 2) for direction in zip(*seen, strict=True)]
+            return [s.flatten(1, 2) for s in samples[0]]
+        return [torch.cat(direction, dim=-1).flatten(1, 2) for direction in zip(*samples, strict=True)]

@@ -1,4 +1,4 @@
-"""Context broadcasting as a module, to stand at the end of an MLP."""
+"""Context broadcasting as a module, for the end of an MLP."""
 
 from typing import Any
 
@@ -16,10 +16,10 @@ class ContextBroadcast(nn.Module):
     Args:
         dim: channels C.
         kind: "cb" (no parameters), "cbs" (a learned weight of the mean for each channel), "gate" or "hybrid".
-        scale_init: what the weights of "cbs" start at; at 1 it starts as "cb".
+        scale_init: initial value of the weights of "cbs"; with 1 it starts as "cb".
         class_token: whether the tokens begin with a class token, which "gate" and "hybrid" need.
-        device: where the parameters live.
-        dtype: the parameters' dtype.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class ContextBroadcast(nn.Module):
         if kind not in KINDS:
             raise ValueError(f"unknown kind {kind!r} of context broadcasting: choose one of {', '.join(KINDS)}")
         if kind in ("gate", "hybrid") and not class_token:
-            raise ValueError(f"{kind!r} multiplies by the class token, and there is none: use 'cb' or 'cbs'")
+            raise ValueError(f"{kind!r} multiplies by the class token, but class_token is False: use 'cb' or 'cbs'")
         self.kind, self.class_token, self.scale_init = kind, class_token, scale_init
         scale = torch.empty(dim, device=device, dtype=dtype) if kind == "cbs" else None
         self.scale = nn.Parameter(scale) if scale is not None else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the weights of the mean to their start."""
+        """Reset the weights of the mean."""
         if self.scale is not None:
             nn.init.constant_(self.scale, self.scale_init)
 
@@ -52,5 +52,5 @@ class ContextBroadcast(nn.Module):
         return broadcast_context(x, self.scale, kind, class_token=self.class_token)
 
     def extra_repr(self) -> str:
-        """Shown by print(model)."""
+        """The kind, for print(model)."""
         return self.kind

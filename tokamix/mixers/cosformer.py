@@ -1,4 +1,4 @@
-"""cosFormer: ReLU instead of softmax, near tokens weighted up by a cosine."""
+"""cosFormer: ReLU instead of softmax, with larger weights for near tokens by a cosine."""
 
 import math
 from typing import Any
@@ -29,7 +29,7 @@ def cosformer_attention(q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, int], 
 def _with_positions(features: Tensor, grid: tuple[int, int]) -> Tensor:
     """Features (..., N, D) times each product of a sine or cosine of the row with one of the column: (..., N, 4D).
 
-    Since cos(a - b) = cos a cos b + sin a sin b, the inner product of two such features carries the weight of the pair.
+    Since cos(a - b) = cos a cos b + sin a sin b, the inner product of two such features has the weight of the pair.
     """
     y, x = (torch.arange(n, device=features.device, dtype=features.dtype) * (math.pi / 2 / n) for n in grid)
     waves = [wave_y[:, None] * wave_x for wave_y in (y.cos(), y.sin()) for wave_x in (x.cos(), x.sin())]
@@ -39,17 +39,17 @@ def _with_positions(features: Tensor, grid: tuple[int, int]) -> Tensor:
 class CosFormer(HeadMixer):
     """Linear attention with ReLU features, with or without cosine re-weighting.
 
-    cosFormer: Rethinking Softmax in Attention, arXiv 2202.08791. Off by default, as in the SimA paper's Table 2, where
-    no run with re-weighting converged. It is that paper's form for images (appendix A.3), one cosine for each axis;
-    its angles are left unscaled there, here they are scaled to a quarter turn for the side, as cosFormer's are.
+    cosFormer: Rethinking Softmax in Attention, arXiv 2202.08791. Re-weighting is off by default, as in the
+    SimA paper's Table 2, where no run with it converged. It has that paper's form for images (appendix A.3), one cosine
+    for each axis; the angles, unscaled there, are scaled to a quarter turn per side, as in cosFormer.
 
     Args:
         dim: channels C.
         num_heads: heads, each with C / num_heads channels.
-        reweight: whether near tokens weigh more; four times the features.
+        reweight: larger weights for near tokens, with four times the features.
         qkv_bias: whether the projection to queries, keys and values has a bias.
-        device: where the parameters live.
-        dtype: the parameters' dtype.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Efficient attention: softmax on queries and keys apart, so that their product needs none."""
+"""Efficient attention: separate softmax of queries and keys instead of a softmax of their product."""
 
 from torch import Tensor
 

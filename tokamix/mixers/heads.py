@@ -1,4 +1,4 @@
-"""What mixers with queries, keys and values share: the projections, and the precision they are safe in."""
+"""Shared parts of mixers with queries, keys and values: projections, precision, linear attention."""
 
 import functools
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from tokamix.ops.precision import no_autocast
 
 
 class HeadMixer(nn.Module):
-    """Projects tokens to queries, keys and values of each head, lets `attend` mix them, and projects back.
+    """Projects tokens to queries, keys and values per head, mixes them with `attend`, and projects back.
 
     Args:
         dim: channels C.
         num_heads: heads, each with C / num_heads channels.
         qkv_bias: whether the projection to queries, keys and values has a bias.
-        device: where the parameters live.
-        dtype: the parameters' dtype.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     parts = 3  # query, key and value
@@ -45,9 +45,9 @@ class HeadMixer(nn.Module):
 
 
 def full_precision(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Run a function of tensors in float32 at least, under autocast too, and give the first one's dtype back.
+    """Decorator: run a function of tensors in float32 or wider, also under autocast; return the first input's dtype.
 
-    Sums over many tokens overflow in float16, and neither exponentials nor iterated inverses bear 8 bits of mantissa.
+    Sums over many tokens overflow float16, and bfloat16 is too coarse for exponentials and iterated inverses.
     """
 
     @functools.wraps(function)
@@ -63,7 +63,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, eps: float = 1e-6) -> Tens
     """Attention whose weights are products of non-negative features, without the matrix of all pairs.
 
     out_i = sum_j (q_i . k_j) v_j / sum_j (q_i . k_j), for features q, k (B, heads, N, F) and values v (B, heads, N, D).
-    A query that sees nothing gives zero.
+    A query without any weight gives zero.
     """
     total = q @ k.sum(-2).unsqueeze(-1)
     return q @ (k.transpose(-2, -1) @ v) / total.clamp_min(eps)

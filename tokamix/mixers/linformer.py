@@ -11,31 +11,31 @@ from tokamix.mixers.heads import HeadMixer
 
 
 def resize_projection(projection: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Resize projections (2, K, h, w) to another grid (H, W), bilinearly, as position tables are.
+    """Resize projections (2, K, h, w) to another grid (H, W), bilinearly, like position embeddings.
 
-    Values shrink as the tokens become more, so that sums over a picture stay what they were.
+    Values shrink with more tokens, so that sums over an image keep their size.
     """
-    # also at its own size, where it changes nothing: a branch would tie exported graphs to one size
+    # also at its own size, where it changes nothing: a branch would specialise exported graphs to one size
     resized = F.interpolate(projection, grid, mode="bilinear")
     return resized * (projection.shape[-2] * projection.shape[-1] / (grid[0] * grid[1]))
 
 
 class Linformer(HeadMixer):
-    """Attention whose keys and values are `projected` learned combinations of the tokens' own.
+    """Attention to `projected` learned combinations of the tokens' keys and values.
 
     Linformer: Self-Attention with Linear Complexity, arXiv 2006.04768, with its headwise sharing: one projection of
-    the keys and one of the values for all heads. They belong to one number of tokens; here they are tables over the
-    grid, resized where an image has another. They start so that a combination of independent tokens is about as large
-    as a token.
+    the keys and one of the values for all heads. In the paper they fit one number of tokens; here they are tables over
+    the grid, resized for other grids. Their initial scale keeps a combination of independent tokens about as large as a
+    token.
 
     Args:
         dim: channels C.
         num_heads: heads, each with C / num_heads channels.
-        grid: the grid (H, W) the projections are made for.
-        projected: how many keys and values are left.
+        grid: the grid (H, W) of the projections.
+        projected: number of projected keys and values.
         qkv_bias: whether the projection to queries, keys and values has a bias.
-        device: where the parameters live.
-        dtype: the parameters' dtype.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Linformer(HeadMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start with projections that keep the size of independent tokens."""
+        """Initialise projections that keep the size of independent tokens."""
         trunc_normal_(self.projection, std=(self.projection.shape[-2] * self.projection.shape[-1]) ** -0.5)
 
     def set_grid(self, grid: tuple[int, int]) -> None:
-        """Make the projections for another grid, for good."""
+        """Resize the projections to another grid permanently."""
         self.projection = nn.Parameter(resize_projection(self.projection.detach(), grid), self.projection.requires_grad)
 
     def fit(self, projection: Tensor) -> Tensor:
-        """A checkpoint's projections, resized to these."""
+        """Resize a checkpoint's projections to this grid."""
         return resize_projection(projection, (self.projection.shape[-2], self.projection.shape[-1]))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, int]) -> Tensor:

@@ -45,17 +45,17 @@ def pseudo_inverse(a: Tensor, iterations: int = 6) -> Tensor:
 class Nystrom(HeadMixer):
     """Attention by the Nyström method.
 
-    Nyströmformer, arXiv 2102.03902, without its optional convolution beside the attention. The starting value of the
-    inverse is that of the paper for each matrix; the authors' code takes one for the whole batch.
+    Nyströmformer, arXiv 2102.03902, without its optional convolution beside the attention. The iteration for
+    the inverse starts from the paper's value for each matrix; the authors' code uses one for the whole batch.
 
     Args:
         dim: channels C.
         num_heads: heads, each with C / num_heads channels.
-        landmarks: number of segments whose means stand for all tokens.
+        landmarks: number of segments whose means represent all tokens.
         iterations: steps of the pseudo-inverse.
         qkv_bias: whether the projection to queries, keys and values has a bias.
-        device: where the parameters live.
-        dtype: the parameters' dtype.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(

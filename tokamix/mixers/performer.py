@@ -21,11 +21,11 @@ def performer_attention(q: Tensor, k: Tensor, v: Tensor, directions: Tensor, eps
         k: keys (B, heads, N, D).
         v: values (B, heads, N, D).
         directions: (F, D) directions w.
-        eps: added to each feature, of which the largest is 1, so that no query is without a key.
+        eps: added to each feature, of which the largest is 1, so that every query has a key.
     """
     scale = q.shape[-1] ** -0.25  # the two halves of 1 / sqrt(D)
     q, k = ((t * scale) @ directions.T - (t * scale).square().sum(-1, keepdim=True) / 2 for t in (q, k))
-    # constants of a query, and of all keys, cancel in the ratio: the largest exponents become 0
+    # factors of a query, and of all keys, cancel in the ratio, so the largest exponents are shifted to 0
     q = (q - q.amax(-1, keepdim=True)).exp() + eps
     k = (k - k.amax((-2, -1), keepdim=True)).exp() + eps
     return linear_attention(q, k, v, eps=0.0)
@@ -39,7 +39,7 @@ def orthogonal_directions(features: int, dim: int, seed: int = 0) -> Tensor:
     for start in range(0, features, dim):
         normal, other = torch.randn(2, dim, dim, generator=generator, dtype=torch.float64)
         q, r = torch.linalg.qr(normal)
-        rotation = q * r.diagonal().sign()  # without the signs no random one: LAPACK prefers some directions
+        rotation = q * r.diagonal().sign()  # the signs make it uniform: LAPACK prefers some directions
         blocks.append((rotation * other.norm(dim=-1, keepdim=True))[: features - start])
     return torch.cat(blocks)
 
@@ -48,17 +48,17 @@ class Performer(HeadMixer):
     """Attention with FAVOR+: positive orthogonal random features.
 
     Rethinking Attention with Performers, arXiv 2009.14794. The features are drawn once, the same in every run, and
-    kept with the weights; the paper also redraws them while training. The largest exponent of the keys is taken within
-    one image and head, not over the batch, so that images do not depend on their neighbours.
+    stored with the weights; the paper also redraws them during training. The largest exponent of the keys is taken
+    within one image and head, not over the batch, so that images of a batch are independent.
 
     Args:
         dim: channels C.
         num_heads: heads, each with D = C / num_heads channels.
         features: number of random features; D log D, as in the paper, if None.
-        seed: which features are drawn.
+        seed: seed of the features.
         qkv_bias: whether the projection to queries, keys and values has a bias.
-        device: where the parameters live.
-        dtype: the parameters' dtype.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     directions: Tensor

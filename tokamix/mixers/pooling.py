@@ -1,4 +1,4 @@
-"""The simplest mixers: the average of a neighbourhood, and none at all."""
+"""The simplest mixers: average pooling and the identity."""
 
 from typing import Any
 
@@ -9,20 +9,20 @@ from tokamix.layers import channels_first, channels_last, tokens_to_map
 
 
 class Pooling(nn.Module):
-    """The average of each token's neighbourhood, less the token itself.
+    """The average of each token's neighbourhood minus the token itself.
 
     MetaFormer Is Actually What You Need for Vision, arXiv 2111.11418. Tokens outside the grid are not counted.
 
     Args:
         size: side of the neighbourhood, odd.
-        device: where its parameters would live; it has none.
-        dtype: their dtype.
+        device: ignored, there are no parameters.
+        dtype: ignored, there are no parameters.
     """
 
     def __init__(self, size: int = 3, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         if size % 2 == 0:
-            raise ValueError(f"a neighbourhood of {size}x{size} has no middle; choose an odd size")
+            raise ValueError(f"a neighbourhood of {size}x{size} has no centre; choose an odd size")
         self.size = size
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -33,18 +33,18 @@ class Pooling(nn.Module):
 
 
 class Identity(nn.Module):
-    """No mixing: tokens meet only where the body merges or averages them.
+    """No mixing: tokens are combined only where the body merges or averages them.
 
     MetaFormer Baselines for Vision, arXiv 2210.13452.
 
     Args:
-        device: where its parameters would live; it has none.
-        dtype: their dtype.
+        device: ignored, there are no parameters.
+        dtype: ignored, there are no parameters.
     """
 
     def __init__(self, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        """The tokens x (B, H*W, C) as they are."""
+        """Return the tokens x (B, H*W, C) unchanged."""
         return x

@@ -1,4 +1,4 @@
-"""SimA: attention without softmax, and the class attention that goes with it."""
+"""SimA: attention without softmax, and class attention of the same form."""
 
 from typing import Any
 
@@ -10,15 +10,15 @@ from tokamix.ops import sima_class_attention, sima_self_attention
 class SimASelfAttention(nn.Module):
     """Multi-head attention with l1-normalised queries and keys in place of softmax.
 
-    SimA: Simple Softmax-free Attention for Vision Transformers, arXiv 2206.08898. It does not look at the grid.
+    SimA: Simple Softmax-free Attention for Vision Transformers, arXiv 2206.08898. It does not use the grid.
 
     Args:
         dim: channels.
         num_heads: heads; the paper loses 0.4 points with one.
         qkv_bias: whether the projection to q, k and v has a bias.
         norm: "l1", or the paper's ablations "l2" and None.
-        device: where the parameters live.
-        dtype: their type.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class SimASelfAttention(nn.Module):
 
 
 class SimAClassAttention(SimASelfAttention):
-    """What the class token (the first) gathers from all tokens, itself included.
+    """Attention of the class token (the first) to all tokens, including itself.
 
-    As in the authors' XCiT: queries and keys are normalised over all tokens with eps 1e-6, though one query attends.
+    As in the authors' XCiT, queries and keys are normalised over all tokens with eps 1e-6, although one query attends.
     """
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""SimA under the call of nn.MultiheadAttention, for encoders and decoders that others have written."""
+"""SimA with the interface of nn.MultiheadAttention, for existing encoders and decoders."""
 
 from typing import Any
 
@@ -14,29 +14,29 @@ EPS = 1e-12
 
 
 class SimA(nn.MultiheadAttention):
-    """A drop-in for nn.MultiheadAttention without softmax: self- and cross-attention, padding, either layout.
+    """A drop-in replacement of nn.MultiheadAttention without softmax: self- and cross-attention, padding, both layouts.
 
     SimA: Simple Softmax-free Attention for Vision Transformers, arXiv 2206.08898. Parameters have the names, shapes
     and initial values of nn.MultiheadAttention, so its checkpoints load. Queries are normalised over the queries, keys
-    over the keys. Padded keys count for nothing, their norms included; where query and key are the same tensor, padded
-    queries leave the norms too, so that real tokens do not notice how far they were padded.
+    over the keys. Padded keys are excluded, also from the norms; if query and key are the same tensor, padded queries
+    are excluded from the norms too, so that the outputs of real tokens do not depend on the padding.
 
-    What differs: weights may be negative and do not sum to 1. `dropout` is accepted and not applied, as by the
-    authors: without softmax there are no weights to drop unless they are asked for. A causal form does not exist,
-    since norms run over all tokens.
+    Differences: weights may be negative and do not sum to 1. `dropout` is accepted but not applied, as by the authors:
+    without softmax no weights are computed unless they are requested. There is no causal form, since norms are over all
+    tokens.
 
     Args:
         embed_dim: channels of queries and output.
         num_heads: heads.
-        dropout: accepted and not applied.
+        dropout: accepted but not applied.
         bias: whether the projections have biases.
-        add_bias_kv: not possible.
-        add_zero_attn: not possible.
+        add_bias_kv: not supported.
+        add_zero_attn: not supported.
         kdim: channels of the keys; embed_dim if None.
         vdim: channels of the values; embed_dim if None.
         batch_first: (B, N, C) instead of (N, B, C).
-        device: where the parameters live.
-        dtype: their type.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -54,12 +54,14 @@ class SimA(nn.MultiheadAttention):
         dtype: Any = None,
     ) -> None:
         if add_bias_kv or add_zero_attn:
-            raise ValueError("SimA has neither add_bias_kv nor add_zero_attn: an added token would enter its norms")
+            raise ValueError(
+                "SimA does not support add_bias_kv and add_zero_attn: the added token would change its norms"
+            )
         if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"{embed_dim} channels do not divide into {num_heads} heads; choose a divisor")
         super().__init__(embed_dim, num_heads, dropout, bias, False, False, kdim, vdim, batch_first, device, dtype)
         # in eval mode nn.TransformerEncoder and its layers compute softmax attention from the weights without calling
-        # forward, unless they believe that queries, keys and values differ in width
+        # forward, unless this flag is False (queries, keys and values differ in width)
         self._qkv_same_embed_dim = False
 
     def forward(
@@ -76,21 +78,21 @@ class SimA(nn.MultiheadAttention):
         """Attend from query (L, B, C) to key and value (S, B, C); (B, L, C) with batch_first, (L, C) unbatched.
 
         Args:
-            query: what attends.
-            key: what is attended to.
-            value: what is gathered.
+            query: queries.
+            key: keys.
+            value: values.
             key_padding_mask: (B, S) or (S,); True, or a negative number, where a key is padding.
-            need_weights: also return the weights, which costs L * S; else None.
-            attn_mask: (L, S) or (B * num_heads, L, S); True, or a negative number, where a pair weighs nothing. Norms
-                do not heed it.
+            need_weights: also return the weights, at a cost of L * S; otherwise None is returned for them.
+            attn_mask: (L, S) or (B * num_heads, L, S); True, or a negative number, where a pair gets weight 0. Norms
+                ignore it.
             average_attn_weights: average the weights over the heads.
-            is_causal: not possible.
+            is_causal: not supported.
 
         Returns:
             Output of the query's layout, and weights (B, L, S), or (B, num_heads, L, S) unless averaged.
         """
         if is_causal:
-            raise ValueError("SimA normalises over all tokens, the future ones among them, so it has no causal form")
+            raise ValueError("SimA normalises over all tokens, so it has no causal form; use is_causal=False")
         if query.is_nested or query.ndim not in (2, 3):
             raise ValueError(
                 "SimA needs plain tensors (L, B, C), (B, L, C) or (L, C); pad nested ones, and give nn.Transformer"
@@ -132,10 +134,10 @@ class SimA(nn.MultiheadAttention):
 
 
 def weigh(q: Tensor, k: Tensor, v: Tensor, forbidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """SimA by way of its weights: q (B, H, Nq, D), k, v (B, H, Nk, D) -> (B, H, Nq, D) and weights (B, H, Nq, Nk).
+    """SimA with explicit weights: q (B, H, Nq, D), k, v (B, H, Nk, D) -> (B, H, Nq, D) and weights (B, H, Nq, Nk).
 
-    Pairs that are forbidden, (Nq, Nk) or (B, H, Nq, Nk), weigh nothing. In float32 at least, for weights are of the
-    order of 1 / N², which float16 does not hold.
+    Forbidden pairs, (Nq, Nk) or (B, H, Nq, Nk), get weight 0. Computed in float32 or wider, because weights are of the
+    order of 1 / N², below the range of float16.
     """
     with no_autocast(q):
         scale = channel_weight(q, k, "l1", EPS)
@@ -146,5 +148,5 @@ def weigh(q: Tensor, k: Tensor, v: Tensor, forbidden: Tensor | None = None) -> t
 
 
 def _forbidden(mask: Tensor) -> Tensor:
-    """A mask as booleans: additive masks, which nn.TransformerEncoder makes of boolean ones, forbid by -inf."""
+    """A mask as booleans; nn.TransformerEncoder turns boolean masks into additive ones with -inf."""
     return mask < 0 if mask.is_floating_point() else mask

@@ -48,9 +48,9 @@ def gaussian_kernel(x: Tensor, y: Tensor) -> Tensor:
 def newton_inverse(a: Tensor, iterations: int = 20) -> Tensor:
     """The Moore-Penrose inverse of symmetric matrices a (..., M, M) by Newton's iteration x <- x (2 - a x).
 
-    Only the last step is differentiated: with the others held fixed its derivative is that of the inverse itself,
-    -x da x. It starts from a / |a|_1^2, which always converges; twice that, as in the paper, falls to zero where all
-    rows sum to the same (its authors' code halves it until a test passes, which no exported graph could do).
+    Only the last step is differentiated: with the others constant, its derivative is that of the inverse, -x da x. It
+    starts from a / |a|_1^2, which always converges; twice that, as in the paper, falls to zero if all rows have the
+    same sum (the authors' code halves it until a test passes, which an exported graph cannot do).
     """
     two = 2 * torch.eye(a.shape[-1], device=a.device, dtype=a.dtype)
     fixed = a.detach()
@@ -64,19 +64,19 @@ class SOFT(HeadMixer):
     """Softmax-free attention with a Gaussian kernel.
 
     SOFT: Softmax-free Transformer with Linear Complexity, arXiv 2110.11945: queries are keys, landmarks come from the
-    average pooling that the paper allows (its code has a convolution, tied to one grid). Its sums over tokens are
-    bounded by the LayerNorm that follows in its blocks; in blocks that normalise before, as here, they would grow with
-    the image and leave the range of float16, so the symmetric normalisation of its sequel, arXiv 2207.03341, is on.
+    average pooling that the paper allows (its code has a convolution for one grid). In its blocks a LayerNorm follows
+    and bounds the sums over tokens; in pre-norm blocks, as here, they would grow with the image beyond the range of
+    float16, so the symmetric normalisation of the follow-up paper, arXiv 2207.03341, is on.
 
     Args:
         dim: channels C.
         num_heads: heads, each with C / num_heads channels.
         cells: landmarks along each side of the grid.
         iterations: Newton steps of the inverse.
-        normalize: whether to normalise as the sequel does; False for the first paper's form.
+        normalize: use the normalisation of the follow-up paper; False for the first paper's form.
         qkv_bias: whether the projection to queries and values has a bias.
-        device: where the parameters live.
-        dtype: the parameters' dtype.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     parts = 2  # query, which is the key too, and value

@@ -1,4 +1,4 @@
-"""Softmax attention: what every other mixer is compared with."""
+"""Softmax attention, the baseline of all comparisons."""
 
 import torch.nn.functional as F
 from torch import Tensor

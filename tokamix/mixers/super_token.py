@@ -15,7 +15,7 @@ REFINEMENTS = ("attention", "conv", "none")
 
 
 class SuperTokenAttention(nn.Module):
-    """Sample super tokens, let them attend to each other, map them back to the tokens.
+    """Samples super tokens, applies attention among them, and maps them back to tokens.
 
     Vision Transformer with Super Token Sampling, arXiv 2211.11167. With cells of 1x1 each token is its own super token:
     plain global attention, without association.
@@ -23,14 +23,14 @@ class SuperTokenAttention(nn.Module):
     Args:
         dim: channels C.
         num_heads: heads of the attention among super tokens.
-        cell: size of the cell that gives one super token, h = w or (h, w).
-        n_iter: how often association and super tokens are estimated.
-        refine: what works on the super tokens: "attention", "conv" (Linear, depthwise 5x5, Linear) or "none".
+        cell: side or (h, w) of the cell of one super token.
+        n_iter: iterations of super token sampling.
+        refine: operation on the super tokens: "attention", "conv" (Linear, depthwise 5x5, Linear) or "none".
         qkv_bias: whether the projection to queries, keys and values has a bias.
-        relative_grid: the grid of super tokens that a learned relative position bias is sized for; None for no bias.
+        relative_grid: grid of super tokens of a learned relative position bias; None for no bias.
         backend: the operators' backend; see `tokamix.ops.dispatch`.
-        device: where the parameters live.
-        dtype: the parameters' dtype.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class SuperTokenAttention(nn.Module):
 
 
 class RelativePosition(nn.Module):
-    """A learned bias for each head and offset between two tokens of a grid, resized to the grid at hand.
+    """A learned bias for each head and offset between two tokens, resized to the grid of the input.
 
     Args:
-        grid: the grid (H, W) whose offsets have an entry each.
+        grid: the grid (H, W) of the table.
         num_heads: heads of the attention.
-        device: where the table lives.
-        dtype: the table's dtype.
+        device: device of the table.
+        dtype: dtype of the table.
     """
 
     def __init__(self, grid: tuple[int, int], num_heads: int, device: Any = None, dtype: Any = None) -> None:
@@ -100,13 +100,13 @@ class RelativePosition(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start near zero."""
+        """Initialise near zero."""
         trunc_normal_(self.table, std=0.02)
 
     def forward(self, grid: tuple[int, int]) -> Tensor:
         """The bias (num_heads, H*W, H*W) of grid (H, W)."""
         h, w = grid
-        # also at the table's own size, where it changes nothing: a branch would tie exported graphs to one size
+        # also at the table's own size, where it changes nothing: a branch would specialise exported graphs to one size
         table = F.interpolate(self.table[None], (2 * h - 1, 2 * w - 1), mode="bicubic")[0]
         y, x = (torch.arange(n, device=table.device) for n in grid)
         dy, dx = y[:, None] - y + h - 1, x[:, None] - x + w - 1

@@ -1,4 +1,4 @@
-"""Adaptive weight mixing: each token says how its weight towards the others is composed from a bank."""
+"""Adaptive weight mixing: each token composes its mixing weights from a bank."""
 
 import math
 from typing import Any
@@ -16,19 +16,20 @@ POLICY_ACTIVATIONS = ("identity", "softmax", "sigmoid")
 
 
 class WeightMixing(nn.Module):
-    """Mix the tokens of a window with weights composed from a bank, instead of attention between tokens.
+    """Mixes the tokens of a window with weights composed from a bank instead of attention.
 
     AMixer: Adaptive Weight Mixing for Self-Attention Free Vision Transformers, ECCV 2022. A small network, the adapter,
-    gives each token its policy over the bank; `tokamix.ops.bank_mixing` does the rest. The pseudocode applies the value
-    projection to single heads, which its shapes do not allow; as in the authors' code it comes before the split.
+    computes each token's policy over the bank; `tokamix.ops.bank_mixing` does the rest. The pseudocode applies the
+    value projection to single heads, which its shapes do not allow; here, as in the authors' code, it precedes the
+    split.
 
     On a grid other than the window, with `partition` the map is padded with zeros at the right and bottom (which take
     part, as in the authors' code) and cut into windows; without, the whole grid is one window and the bank is resized.
 
     Args:
         dim: channels C.
-        window: side or (h, w) of the window the bank is made for.
-        num_heads: heads, each with weights of its own.
+        window: side or (h, w) of the window of the bank.
+        num_heads: heads, each with its own weights.
         bank_size: entries K of the bank; None for 1.5 times the heads.
         activation: normalisation over sources: "softmax", "identity", "l2", "sigmoid" or "layernorm".
         policy_activation: normalisation over the bank: "identity", "softmax" or "sigmoid".
@@ -37,11 +38,11 @@ class WeightMixing(nn.Module):
         v_proj: project tokens to values.
         out_proj: project the result.
         partition: cut the map into windows.
-        shift: how far the windows lie further down and right (with `partition`).
-        shift_mask: keep tokens from opposite borders apart in shifted windows; the authors' code does not.
+        shift: shift of the windows down and right (with `partition`).
+        shift_mask: do not mix tokens from opposite borders in shifted windows; the authors' code mixes them.
         backend: the operator's backend; see `tokamix.ops.dispatch`.
-        device: where the parameters live.
-        dtype: the parameters' dtype.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class WeightMixing(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start with small bank weights: nearly uniform mixing under softmax."""
+        """Initialise small bank weights: nearly uniform mixing under softmax."""
         nn.init.normal_(self.bank, std=0.02)
 
     def set_window(self, window: Pair, shift: Pair = (0, 0)) -> None:
@@ -100,19 +101,19 @@ class WeightMixing(nn.Module):
         self.window, self.shift = window, shift
 
     def set_grid(self, grid: Pair) -> None:
-        """Resize the bank to another grid, where the window is the whole grid."""
+        """Resize the bank to another grid if the window is the whole grid."""
         if not self.partition:
             self.set_window(grid)
 
     def fit(self, bank: Tensor) -> Tensor:
-        """A checkpoint's bank for a square window, resized to this one's."""
+        """Resize a checkpoint's bank, made for a square window, to this window."""
         if bank.ndim == 3:
             return bank
         side = (math.isqrt(bank.shape[1]) + 1) // 2
         return resize_bank(bank, (side, side), self.window)
 
     def forward(self, x: Tensor, grid: Pair, policy_embed: Tensor | None = None) -> Tensor:
-        """Mix tokens x (B, H*W, C) of grid (H, W); `policy_embed` (h*w, C) is added to what the adapter sees."""
+        """Mix tokens x (B, H*W, C) of grid (H, W); `policy_embed` (h*w, C) is added to the adapter's input."""
         height, width = grid
         window, shift = grid, (0, 0)
         bank: Tensor = self.bank
@@ -144,7 +145,7 @@ class WeightMixing(nn.Module):
             self.backend,
         ).flatten(2)
         if self.partition and padded:
-            # cropped by padding: a slice would tie an exported graph to sizes that need a crop
+            # crop with negative padding: a slice would specialise an exported graph to sizes that need a crop
             x = F.pad(tokens_to_map(x, grid), [-n for n in pad]).flatten(1, 2)
         return self.proj(x)
 
@@ -167,5 +168,5 @@ class WeightMixing(nn.Module):
 
 
 def _known_equal(a: Pair, b: Pair) -> bool:
-    """Whether two sizes are equal; False for sizes still unknown, so that a graph for any size is bound to none."""
+    """Whether two sizes are known to be equal; False for symbolic sizes, so that graphs are not specialised."""
     return bool(statically_known_true(a[0] == b[0]) and statically_known_true(a[1] == b[1]))

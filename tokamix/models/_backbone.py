@@ -1,9 +1,9 @@
-"""timm's contract, written once for the two shapes of network in this library.
+"""Base classes that implement timm's contract for the two shapes of network in this library.
 
-A `Pyramid` is a stem and stages that carry maps (B, H, W, C) of falling resolution; a `Column` is a stem and blocks
-that carry tokens (B, N, C) of one resolution; class tokens are there from the first block, in the last stage, or after
-the blocks. All bring classifier, features, checkpointing and initialisation; a family adds its stem, its levels and its
-table of variants.
+A `Pyramid` has a stem and stages on maps (B, H, W, C) of decreasing resolution; a `Column` has a stem and blocks on
+tokens (B, N, C) of one resolution. Class tokens are added before the first block, in the last stage, or after the
+blocks. The base classes have classifier, features, gradient checkpointing and initialisation; a family adds its stem,
+its stages or blocks, and its table of variants.
 """
 
 import re
@@ -22,7 +22,7 @@ Indices = int | list[int] | tuple[int, ...] | None
 
 
 def image_cfg(**kwargs: Any) -> dict[str, Any]:
-    """A timm pretrained cfg with the defaults every model here shares."""
+    """A timm pretrained cfg with the defaults shared by all models of this library."""
     return {
         "url": "",
         "num_classes": 1000,
@@ -40,7 +40,7 @@ def image_cfg(**kwargs: Any) -> dict[str, Any]:
 
 
 def rename(state_dict: dict[str, Tensor], rules: Sequence[tuple[str, Any]]) -> dict[str, Tensor]:
-    """A checkpoint under other names: each rule is a pattern and what `re.sub` puts in its place, applied in order."""
+    """Rename the entries of a checkpoint; each rule is a pattern and a replacement for `re.sub`, applied in order."""
     renamed = {}
     for name, tensor in state_dict.items():
         for pattern, replacement in rules:
@@ -50,12 +50,12 @@ def rename(state_dict: dict[str, Tensor], rules: Sequence[tuple[str, Any]]) -> d
 
 
 def take_indices(levels: int, indices: Indices) -> tuple[list[int], int]:
-    """The levels that `indices` names (None: all; n: the last n; a list: these), and the last of them."""
+    """The levels selected by `indices` (None: all; n: the last n; a list: these), and the last of them."""
     if indices is None:
         indices = levels
     if isinstance(indices, int):
         if not 0 < indices <= levels:
-            raise ValueError(f"asked for the last {indices} features of a model that has {levels}")
+            raise ValueError(f"cannot return the last {indices} features: the model has {levels}")
         indices = range(levels - indices, levels)  # type: ignore[assignment]
     taken = [i + levels if i < 0 else i for i in indices]  # type: ignore[union-attr]
     for i in taken:
@@ -65,10 +65,10 @@ def take_indices(levels: int, indices: Indices) -> tuple[list[int], int]:
 
 
 def check_images(x: Tensor, model: str, in_chans: int, min_side: int) -> None:
-    """Refuse images a model cannot take, with a sentence instead of a stack of shape errors.
+    """Raise ValueError for images that a model cannot process.
 
-    Sizes are not checked while compiling or exporting (the check would specialise them); values only on the CPU, where
-    looking costs no synchronisation: on an accelerator NaN in means NaN out.
+    Sizes are not checked while compiling or exporting, which would specialise them; values are checked on the CPU only,
+    where this needs no synchronisation: on an accelerator NaN inputs give NaN outputs.
     """
     if x.ndim != 4 or x.shape[1] != in_chans:
         raise ValueError(f"{model} needs images of shape (B, {in_chans}, H, W), got {tuple(x.shape)}")
@@ -78,11 +78,11 @@ def check_images(x: Tensor, model: str, in_chans: int, min_side: int) -> None:
     if min(height, width) < min_side:
         raise ValueError(f"{model} needs sides of at least {min_side} px, got {height}x{width}; resize the image")
     if x.device.type == "cpu" and not torch.isfinite(x).all():
-        raise ValueError(f"{model} was given an image with NaN or infinite values; check the loading and normalisation")
+        raise ValueError(f"{model} got an image with NaN or infinite values; check the loading and normalisation")
 
 
 class Backbone(nn.Module):
-    """What pyramids and columns share: the classifier and the initialisation.
+    """Base class of pyramids and columns: classifier and initialisation.
 
     Subclasses set `in_chans` and `feature_info`, build their layers, call `_build_head` and end their constructor with
     `self.init_weights(needs_reset=False)`.
@@ -106,17 +106,19 @@ class Backbone(nn.Module):
         if global_pool is not None:
             if global_pool not in self.pools:
                 possible = ", ".join(map(repr, self.pools))
-                raise ValueError(f"{type(self).__name__} cannot pool by {global_pool!r}: choose one of {possible}")
+                raise ValueError(
+                    f"{type(self).__name__} does not support global_pool={global_pool!r}: choose one of {possible}"
+                )
             self.global_pool = global_pool
         elif num_classes > 0 and not self.global_pool:
-            self.global_pool = self.pools[0]  # a new classifier brings the default pooling back
+            self.global_pool = self.pools[0]  # a new classifier restores the default pooling
         if not self.global_pool and num_classes > 0:
             raise ValueError("a classifier needs pooled features: pass num_classes=0 together with global_pool=''")
         self.num_classes = num_classes
         self.head = nn.Linear(self.head_hidden_size, num_classes, **dd) if num_classes > 0 else nn.Identity()
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the classifier; device, dtype and training mode stay."""
+        """Replace the classifier; device, dtype and training mode are kept."""
         self._set_classifier(num_classes, global_pool, get_device_dtype(self))
         if num_classes > 0:
             self._init_module(self.head, needs_reset=False)
@@ -155,11 +157,11 @@ class Backbone(nn.Module):
             reset()
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Everything before pooling."""
+        """The features before pooling."""
         raise NotImplementedError
 
     def pool(self, x: Tensor) -> Tensor:
-        """The output of forward_features, pooled to (B, C)."""
+        """Pool the output of forward_features to (B, C)."""
         raise NotImplementedError
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -176,9 +178,9 @@ class Backbone(nn.Module):
 
 
 class PyramidStage(nn.Module):
-    """An optional reduction of the map, optional positions, then blocks on its tokens.
+    """A stage of a pyramid: optional downsampling of the map, optional position embedding, then blocks on its tokens.
 
-    A block is called `block(x, grid)`, and so are the positions.
+    Blocks and position embedding are called with (x, grid).
     """
 
     def __init__(
@@ -191,13 +193,13 @@ class PyramidStage(nn.Module):
         self.grad_checkpointing = False
 
     def run(self, block: nn.Module, *args: Any) -> Any:
-        """Call a block, checkpointed where that is switched on."""
+        """Call a block, with gradient checkpointing if it is enabled."""
         if self.grad_checkpointing and self.training and not torch.jit.is_scripting():
             return checkpoint(block, *args)
         return block(*args)
 
     def embed(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        """The reduced map's tokens as the first block gets them."""
+        """Add the position embedding to the tokens."""
         return x if self.pos_embed is None else self.pos_embed(x, grid)
 
     def tokens(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
@@ -214,7 +216,7 @@ class PyramidStage(nn.Module):
 
 
 class ClassTokenStage(PyramidStage):
-    """A last stage whose blocks get a class token in front of the others."""
+    """A last stage that puts a class token in front of the other tokens."""
 
     def __init__(
         self,
@@ -230,7 +232,7 @@ class ClassTokenStage(PyramidStage):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the class token."""
+        """Initialise the class token."""
         trunc_normal_(self.cls_token, std=0.02)
 
     def embed(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -266,7 +268,7 @@ class Pyramid(Backbone):
         return self.finish(x)
 
     def finish(self, x: Any) -> Tensor:
-        """What follows the last stage."""
+        """Process the output of the last stage."""
         return self.norm(x)
 
     def as_map(self, x: Any) -> Tensor:
@@ -286,7 +288,7 @@ class Pyramid(Backbone):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Each stage's map; see timm. `norm` applies the final norm, to the last stage's map alone."""
+        """Each stage's map; see timm. `norm` applies the final norm to the last stage's map only."""
         _check_output_fmt(output_fmt, ("NCHW", "NHWC"))
         self._check(x)
         taken, last = take_indices(len(self.stages), indices)
@@ -304,7 +306,7 @@ class Pyramid(Backbone):
     def prune_intermediate_layers(
         self, indices: Indices = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop the stages after the last one in `indices`, and the norm and classifier if asked to."""
+        """Drop the stages after the last one in `indices`, and optionally the norm and the classifier."""
         taken, last = take_indices(len(self.stages), indices)
         self.stages = self.stages[: last + 1]
         if prune_norm:
@@ -315,7 +317,7 @@ class Pyramid(Backbone):
 
 
 class ClassTokenPyramid(Pyramid):
-    """A pyramid whose last stage is a `ClassTokenStage`: its features are tokens, the class token first."""
+    """A pyramid whose last stage is a `ClassTokenStage`; its features are tokens, the class token first."""
 
     output_fmt = "NLC"
     pools = ("token", "avg", "")
@@ -347,7 +349,7 @@ class Column(Backbone):
     blocks: nn.ModuleList
     norm: nn.Module
     num_prefix_tokens = 0
-    prefix_in_blocks = False  # whether `embed` already puts the prefix tokens in front, so that all blocks see them
+    prefix_in_blocks = False  # whether `embed` adds the prefix tokens, so that all blocks process them
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -355,11 +357,11 @@ class Column(Backbone):
         return {"stem": r"^stem|^pos_embed|^cls_token", "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
 
     def embed(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """Images -> the tokens the first block gets, and their grid."""
+        """Images -> the tokens for the first block, and their grid."""
         return map_to_tokens(self.stem(x))
 
     def finish(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        """What follows the last block; (B, N, C) -> (B, num_prefix_tokens + N, C)."""
+        """Process the output of the last block; (B, N, C) -> (B, num_prefix_tokens + N, C)."""
         return self.norm(x)
 
     def forward_features(self, x: Tensor) -> Tensor:
@@ -411,7 +413,7 @@ class Column(Backbone):
     def prune_intermediate_layers(
         self, indices: Indices = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop the blocks after the last one in `indices`, and the norm and classifier if asked to."""
+        """Drop the blocks after the last one in `indices`, and optionally the norm and the classifier."""
         taken, last = take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: last + 1]
         if prune_norm:
@@ -423,4 +425,4 @@ class Column(Backbone):
 
 def _check_output_fmt(given: str, possible: tuple[str, ...]) -> None:
     if given not in possible:
-        raise ValueError(f"output_fmt {given!r} is not possible here: choose one of {', '.join(possible)}")
+        raise ValueError(f"output_fmt {given!r} is not supported: choose one of {', '.join(possible)}")

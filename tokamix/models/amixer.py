@@ -3,9 +3,9 @@
 AMixer: Adaptive Weight Mixing for Self-Attention Free Vision Transformers, ECCV 2022,
 https://github.com/raoyongming/AMixer. The registered pyramids have the sizes of the supplement's Table 1, with MLPs of
 ratio 3 and the stage-3 bank of AMixer-B at 48: 1.5 times the heads as everywhere else, which gives the printed
-parameters; the table says 64. The authors' released code has other sizes, `RELEASED` here, and leaves shifted windows
-unmasked: `timm.create_model("amixer_tiny", **RELEASED["amixer_t"], shift_mask=False)`. Its checkpoints load through
-`checkpoint_filter_fn`.
+parameters; the table prints 64. The authors' released code has different sizes, `RELEASED` here, and does not mask
+shifted windows: `timm.create_model("amixer_tiny", **RELEASED["amixer_t"], shift_mask=False)`. Its checkpoints load
+through `checkpoint_filter_fn`.
 """
 
 import math
@@ -27,7 +27,7 @@ Pair = tuple[int, int]
 
 
 class AMixerStem(PatchEmbed):
-    """Patches of images, those at the right and bottom filled up with zeros."""
+    """Patch embedding; incomplete patches at the right and bottom are padded with zeros."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) -> (B, h, w, dim)."""
@@ -35,7 +35,7 @@ class AMixerStem(PatchEmbed):
 
 
 class PatchMerging(nn.Module):
-    """Four neighbours side by side, row by row (not column by column as in Swin), normalised and projected."""
+    """Concatenates 2x2 neighbours row by row (column by column in Swin), normalises and projects them."""
 
     def __init__(self, dim: int, out_dim: int, device: Any = None, dtype: Any = None) -> None:
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -51,7 +51,7 @@ class PatchMerging(nn.Module):
 
 
 class Block(nn.Module):
-    """Weight mixing and an MLP, each normalised before and scaled after, each added to its input."""
+    """A pre-norm block: weight mixing and an MLP, each with layer scale and a residual connection."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Block(nn.Module):
 
 
 class WindowStage(PyramidStage):
-    """A stage whose blocks share a window, and perhaps an embedding of the positions in it for their policies."""
+    """A stage whose blocks share a window and, optionally, an embedding of positions in it for their policies."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class WindowStage(PyramidStage):
         return next(m.window for m in self.modules() if isinstance(m, WeightMixing))
 
     def reset_parameters(self) -> None:
-        """Start near zero."""
+        """Initialise near zero."""
         if self.policy_ape is not None:
             nn.init.normal_(self.policy_ape, std=0.02)
 
@@ -124,13 +124,13 @@ class WindowStage(PyramidStage):
 
 
 class AMixer(Pyramid):
-    """A pyramid of adaptive weight mixing in windows, every second block shifted where a window is not the whole map.
+    """A pyramid of adaptive weight mixing in windows; every second block is shifted unless the window is the whole map.
 
-    Windows, shifts and banks are made for `img_size`, where no window is larger than the map. Images of any other size
-    run too: maps are padded to multiples of the window. `set_input_size` refits the model to another size.
+    Windows, shifts and banks are sized for `img_size`, where no window is larger than the map. For images of other
+    sizes, maps are padded to multiples of the window. `set_input_size` refits the model to another size.
 
     Args:
-        img_size: side or (H, W) of the images the windows are made for.
+        img_size: side or (H, W) of the images for which the windows are sized.
         in_chans: channels of the images.
         num_classes: classes; 0 for no classifier.
         global_pool: "avg" or "" (no pooling).
@@ -142,13 +142,13 @@ class AMixer(Pyramid):
         mlp_ratio: hidden channels of the MLPs, as a multiple of the stage's.
         activation: normalisation of the weights over sources; see `WeightMixing`.
         policy_activation: normalisation of the policies over the bank.
-        policy_ape: a learned embedding of the positions in a window, for the policies alone.
-        shift_mask: keep tokens from opposite borders apart in shifted windows; False mixes them as the authors' code.
+        policy_ape: add a learned embedding of the positions in a window to the inputs of the policies.
+        shift_mask: do not mix tokens from opposite borders in shifted windows; the authors' code mixes them.
         layer_scale: initial scale of each branch.
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth of the last block, rising linearly from 0.
-        device: where the parameters live.
-        dtype: the parameters' dtype.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     patch_size = 4
@@ -217,7 +217,7 @@ class AMixer(Pyramid):
         self.init_weights(needs_reset=False)
 
     def _windows(self, img_size: int | Pair) -> list[tuple[Pair, Pair]]:
-        """Each stage's window and the shift of its odd blocks, for images of a size."""
+        """Window and shift of odd blocks of each stage, for an image size."""
         windows = []
         for info, largest in zip(self.feature_info, self.window_sizes, strict=True):
             side = min(math.ceil(n / info["reduction"]) for n in to_2tuple(img_size))
@@ -228,16 +228,18 @@ class AMixer(Pyramid):
 
     @torch.jit.ignore
     def set_input_size(self, img_size: int | Pair, window_sizes: tuple[int, ...] | None = None) -> None:
-        """Refit windows, shifts and banks to images of another size; the banks are resized (bicubic).
+        """Adapt windows, shifts and banks to another image size; the banks are resized (bicubic).
 
         Args:
             img_size: side or (H, W) of the images.
-            window_sizes: largest window of each stage, where it should change too: a stage whose window was the whole
-                map at 224 px is cut into several at 448 px unless its window grows.
+            window_sizes: new largest window of each stage: without it, a map that is one window at 224 px is split into
+                several windows at 448 px.
         """
         if window_sizes is not None:
             if len(window_sizes) != len(self.window_sizes):
-                raise ValueError(f"window_sizes must have one value for each stage, got {window_sizes}")
+                raise ValueError(
+                    f"window_sizes must have {len(self.window_sizes)} values, one per stage, got {window_sizes}"
+                )
             self.window_sizes = window_sizes
         for stage, (window, shift) in zip(self.stages, self._windows(img_size), strict=False):
             assert isinstance(stage, WindowStage)
@@ -245,14 +247,14 @@ class AMixer(Pyramid):
 
 
 class AMixerColumn(Column):
-    """A column of blocks that mix over the whole image, in the form of DeiT without class token.
+    """A column of blocks that mix over the whole image, like DeiT without class token.
 
-    At images of a size other than `img_size`, position table (bilinear, corners aligned, as in the authors' code) and
-    banks (bicubic) are resized on the fly, in `set_input_size` for good. The authors' code keeps the relative positions
-    of the original grid at any size, which gives tokens the wrong neighbours.
+    For image sizes other than `img_size`, position embedding (bilinear, corners aligned, as in the authors' code) and
+    banks (bicubic) are resized on the fly; `set_input_size` resizes them permanently. The authors' code keeps the
+    relative positions of the original grid at any size, which gives tokens the wrong neighbours.
 
     Args:
-        img_size: side or (H, W) of the images that position table and banks are made for.
+        img_size: side or (H, W) of the images for position embedding and banks.
         patch_size: side of a patch.
         in_chans: channels of the images.
         num_classes: classes; 0 for no classifier.
@@ -267,8 +269,8 @@ class AMixerColumn(Column):
         layer_scale: initial scale of each branch.
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth of the last block, rising linearly from 0.
-        device: where the parameters live.
-        dtype: the parameters' dtype.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -320,7 +322,7 @@ class AMixerColumn(Column):
         self.init_weights(needs_reset=False)
 
     def reset_parameters(self) -> None:
-        """Start the position table near zero."""
+        """Initialise the position embedding."""
         trunc_normal_(self.pos_embed, std=0.02)
 
     def _grid(self, img_size: int | Pair) -> Pair:
@@ -328,12 +330,12 @@ class AMixerColumn(Column):
         return math.ceil(height / self.patch_size), math.ceil(width / self.patch_size)
 
     def no_weight_decay(self) -> set[str]:
-        """The position table."""
+        """The position embedding."""
         return {"pos_embed"}
 
     @torch.jit.ignore
     def set_input_size(self, img_size: int | Pair) -> None:
-        """Resize position table and banks to images of another size."""
+        """Resize position embedding and banks to another image size."""
         grid = self._grid(img_size)
         table = _resize_positions(self.pos_embed.detach(), grid)
         self.pos_embed = nn.Parameter(table, requires_grad=self.pos_embed.requires_grad)
@@ -348,7 +350,7 @@ class AMixerColumn(Column):
 
 
 def _pad(x: Tensor, dim: int, multiple: int) -> Tensor:
-    """Pad dims `dim` and `dim + 1` of x with zeros at the end, to multiples; no copy where they are known to be."""
+    """Pad dims `dim` and `dim + 1` of x with zeros at the end to multiples; no copy if they are known to be."""
     # ONNX export mistranslates -(-n // multiple) with symbolic sizes
     sides = [(x.shape[i] + multiple - 1) // multiple * multiple for i in (dim, dim + 1)]
     missing = [side - x.shape[i] for side, i in zip(sides, (dim, dim + 1), strict=True)]
@@ -358,14 +360,14 @@ def _pad(x: Tensor, dim: int, multiple: int) -> Tensor:
 
 
 def _resize_positions(table: Tensor, grid: Pair) -> Tensor:
-    """A position table (1, h, w, C) for another grid, as the authors do: bilinear, corners aligned."""
+    """Resize a position embedding (1, h, w, C) to another grid as the authors do: bilinear, corners aligned."""
     if statically_known_true(table.shape[1] == grid[0]) and statically_known_true(table.shape[2] == grid[1]):
         return table
     return F.interpolate(table.permute(0, 3, 1, 2), grid, mode="bilinear", align_corners=True).permute(0, 2, 3, 1)
 
 
 def _resize_ape(ape: Tensor, window: Pair, new_window: Pair) -> Tensor:
-    """An embedding (h*w, C) of the positions in a window, for another window: bicubic."""
+    """Resize an embedding (h*w, C) of the positions in a window to another window: bicubic."""
     if window == new_window:
         return ape
     table = ape.unflatten(0, window).permute(2, 0, 1)[None]
@@ -387,10 +389,10 @@ RENAMES: tuple[tuple[str, Any], ...] = (
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Map the authors' names to ours, and fit banks and position tables to the model's windows.
+    """Map the authors' names to ours, and resize banks and position embeddings to the model's windows.
 
-    The authors' index tables and masks follow from the sizes and are left out. A bank was made for the grid of the
-    checkpoint's position table, or for a square window where there is none.
+    The authors' index tables and masks follow from the sizes and are left out. A bank belongs to the grid of the
+    checkpoint's position embedding or, without one, to a square window.
     """
     state = {n: t for n, t in state_dict.items() if not n.endswith(("relative_position_index", "attn_mask"))}
     state = rename(state, RENAMES)

@@ -2,8 +2,8 @@
 
 Active Token Mixer, arXiv 2203.06108, https://github.com/microsoft/ActiveMLP. Sizes follow the authors' code: the last
 stages that the paper's table 10 prints for S, B and L do not give the parameters and FLOPs it prints elsewhere. Maps
-stay channels-last; a stage begins with its own downsampling, which the authors keep in the last block of the stage
-before. Their checkpoints load through `checkpoint_filter_fn`.
+stay channels-last; a stage begins with its own downsampling, which the authors put into the last block of the previous
+stage. Their checkpoints load through `checkpoint_filter_fn`.
 """
 
 import math
@@ -23,7 +23,7 @@ from tokamix.ops.active_token.op import GatherPlan
 
 
 class ActiveBlock(nn.Module):
-    """LayerNorm and active token mixer, LayerNorm and MLP, both residual; perhaps with a layer that makes offsets."""
+    """A pre-norm block: active token mixer and MLP; optionally with a layer that predicts offsets."""
 
     def __init__(
         self,
@@ -49,15 +49,15 @@ class ActiveBlock(nn.Module):
     def forward(
         self, x: Tensor, grid: tuple[int, int], offset: Tensor | GatherPlan | None
     ) -> tuple[Tensor, Tensor | GatherPlan | None]:
-        """Tokens (B, H*W, C) and the stage's latest offsets -> the same, with new offsets if the block makes them."""
+        """Tokens (B, H*W, C) and the latest offsets -> new tokens, and new offsets if the block predicts them."""
         if self.offset is not None:
-            offset = self.mixer.plan(x, grid, self.offset(x))  # for the blocks that follow, too
+            offset = self.mixer.plan(x, grid, self.offset(x))  # for the following blocks, too
         x = x + self.drop_path(self.mixer(self.norm1(x), grid, offset))
         return x + self.drop_path(self.mlp(self.norm2(x))), offset
 
 
 class PositionEncoder(nn.Module):
-    """x + a depthwise 3x3 convolution of x: tokens learn where they are from the zeros around the map."""
+    """x + depthwise 3x3 convolution of x: the zero padding of the map encodes positions."""
 
     def __init__(self, dim: int, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
@@ -69,10 +69,10 @@ class PositionEncoder(nn.Module):
 
 
 class ActiveStage(PyramidStage):
-    """A stage whose blocks share offsets until one of them makes new ones.
+    """A stage whose blocks share offsets until one of them predicts new ones.
 
-    The stage has one position encoder; as in the authors' code it runs before every block in `renewals`, where the
-    paper says once.
+    The stage has one position encoder; as in the authors' code it runs before every block in `renewals`, not once
+    as in the paper.
     """
 
     def __init__(
@@ -115,13 +115,13 @@ class ATMNet(Pyramid):
         depths: blocks of each stage.
         mlp_ratios: hidden channels of each stage's MLPs, as a multiple of the stage's.
         shares: neighbouring channels that share an offset, for each stage.
-        offset_interval: a stage's blocks make new offsets every so many blocks (the last block never, unless it is
-            the only one) and use the latest in between.
+        offset_interval: number of blocks that share offsets: the first of them predicts new ones (but never the last
+            block of a stage, unless it is the only one).
         offsets: "axial", or the paper's ablations "joint" and "zero"; see `ActiveTokenMixer`.
         contexts: samples for each channel and direction; 3 in the paper's ablation.
-        peg: encode positions before offsets are made.
+        peg: encode positions before offsets are predicted.
         drop_rate: dropout before the classifier.
-        drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
+        drop_path_rate: stochastic depth of the last block, rising linearly from 0.
     """
 
     min_side = 3
@@ -190,7 +190,7 @@ class ATMNet(Pyramid):
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """timm's layer groups; a stage's position encoder goes with its downsampling."""
+        """timm's layer groups; a stage's position encoder belongs to the group of its downsampling."""
         groups = super().group_matcher(coarse)
         if not coarse:
             groups["blocks"].insert(2, (r"^stages\.(\d+)\.peg", (0,)))
@@ -198,7 +198,7 @@ class ATMNet(Pyramid):
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Map the authors' names and shapes onto ours; ours pass unchanged."""
+    """Map the authors' names and shapes to ours; our own state dicts pass unchanged."""
     if "patch_embed.proj.weight" not in state_dict:
         return state_dict
     renamed = {}

@@ -25,17 +25,17 @@ WEIGHT_INITS = ("fixed", "fan_in")
 
 
 class BodyStem(PatchEmbed):
-    """Patches of images, those at the right and bottom filled up with zeros."""
+    """Patch embedding; incomplete patches at the right and bottom are padded with zeros."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, in_chans, H, W) -> (B, h, w, dim)."""
-        # as many zeros as could be missing: the convolution leaves what it does not need, and shapes stay simple
+        # always the largest padding: the convolution ignores the rest, and symbolic shapes stay simple
         missing = self.proj.kernel_size[0] - 1
         return super().forward(F.pad(x, (0, missing, 0, missing)))
 
 
-class Halving(ConvEmbed):
-    """Vectors from 2x2 neighbours of a map (B, H, W, C), filled up with zeros at the right and bottom."""
+class Downsample(ConvEmbed):
+    """A 2x2 convolution of stride 2 on maps (B, H, W, C), padded with zeros at the right and bottom."""
 
     def __init__(self, in_chans: int, dim: int, device: Any = None, dtype: Any = None) -> None:
         super().__init__(in_chans, dim, 2, 2, eps=1e-6, device=device, dtype=dtype)
@@ -46,18 +46,18 @@ class Halving(ConvEmbed):
 
 
 class Block(nn.Module):
-    """A mixer and an MLP, each on normalised tokens and added to its input.
+    """A pre-norm block: a mixer and an MLP, each with a residual connection.
 
     Args:
-        site: where the block stands.
+        site: place of the block in the body.
         drop_path: stochastic depth.
         mixer: the registered mixer's name.
         mlp_ratio: hidden channels of the MLP, as a multiple of the block's.
         act_layer: the MLP's activation, a name or class.
         context_broadcast: kind of context broadcasting at the end of the MLP, "cb" or "cbs"; None for none.
         mixer_kwargs: options of the mixer.
-        device: where the parameters live.
-        dtype: the parameters' dtype.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Block(nn.Module):
 
 
 class Body(Backbone):
-    """What both bodies share: how their weights start."""
+    """Base class of both bodies: initialisation of the weights."""
 
     weight_init: str
 
@@ -110,12 +110,12 @@ class Body(Backbone):
 
 
 class ColumnarBody(Body, Column):
-    """A column of equal blocks, as DeiT without class token.
+    """A column of equal blocks, like DeiT without class token.
 
     Args:
         mixer: name of a registered mixer.
-        img_size: side or (H, W) of the images that the position table and the tables of some mixers are made for; other
-            images get them resized.
+        img_size: side or (H, W) of the images for the position embedding and the tables of some mixers, which are
+            resized for other images.
         patch_size: side of a patch.
         in_chans: channels of the images.
         num_classes: classes; 0 for no classifier.
@@ -127,12 +127,12 @@ class ColumnarBody(Body, Column):
         act_layer: the MLPs' activation.
         context_broadcast: "cb" or "cbs" adds context broadcasting at the end of each MLP.
         mixer_kwargs: options of the mixers.
-        weight_init: "fixed", Linear layers and positions of standard deviation 0.02, made for wide networks; or
-            "fan_in", 1 / sqrt(inputs) and 1, with which narrow ones learn in far fewer steps.
+        weight_init: "fixed", standard deviation 0.02 of Linear layers and positions, for wide networks; or "fan_in",
+            1 / sqrt(inputs) and 1, with which narrow networks learn in far fewer steps.
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth of the last block, rising linearly from 0.
-        device: where the parameters live.
-        dtype: the parameters' dtype.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -180,22 +180,22 @@ class ColumnarBody(Body, Column):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """The position table."""
+        """The position embedding."""
         return {"pos_embed.table"}
 
     @torch.jit.ignore
     def set_input_size(self, img_size: int | Pair) -> None:
-        """Resize what is made for one image size, for good, so that it need not be resized for each image."""
+        """Resize position embedding and mixer tables permanently, so that they are not resized for each image."""
         _set_grid(self, _grid(img_size, self.feature_info[0]["reduction"]))
 
 
 class PyramidBody(Body, Pyramid):
-    """Four stages of falling resolution, as Swin, with a position table in front of the first.
+    """Four stages of decreasing resolution, like Swin, with a position embedding before the first.
 
     Args:
         mixer: name of a registered mixer.
-        img_size: side or (H, W) of the images that the position table and the tables of some mixers are made for; other
-            images get them resized.
+        img_size: side or (H, W) of the images for the position embedding and the tables of some mixers, which are
+            resized for other images.
         in_chans: channels of the images.
         num_classes: classes; 0 for no classifier.
         global_pool: "avg" or "" (no pooling).
@@ -206,12 +206,12 @@ class PyramidBody(Body, Pyramid):
         act_layer: the MLPs' activation.
         context_broadcast: "cb" or "cbs" adds context broadcasting at the end of each MLP.
         mixer_kwargs: options of the mixers.
-        weight_init: "fixed", Linear layers and positions of standard deviation 0.02, made for wide networks; or
-            "fan_in", 1 / sqrt(inputs) and 1, with which narrow ones learn in far fewer steps.
+        weight_init: "fixed", standard deviation 0.02 of Linear layers and positions, for wide networks; or "fan_in",
+            1 / sqrt(inputs) and 1, with which narrow networks learn in far fewer steps.
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth of the last block, rising linearly from 0.
-        device: where the parameters live.
-        dtype: the parameters' dtype.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class PyramidBody(Body, Pyramid):
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__()
         if not len(dims) == len(depths) == len(num_heads):
-            raise ValueError(f"dims {dims}, depths {depths} and num_heads {num_heads} must have a value for each stage")
+            raise ValueError(f"dims {dims}, depths {depths} and num_heads {num_heads} must have one value per stage")
         self.in_chans = in_chans
         self.feature_info = [
             {"num_chs": dim, "reduction": 4 * 2**i, "module": f"stages.{i}"} for i, dim in enumerate(dims)
@@ -254,7 +254,7 @@ class PyramidBody(Body, Pyramid):
             if i == 0:
                 stages.append(PyramidStage(blocks, pos_embed=PositionEmbedding(dim, grid, **dd)))
             else:
-                stages.append(PyramidStage(blocks, Halving(dims[i - 1], dim, **dd)))
+                stages.append(PyramidStage(blocks, Downsample(dims[i - 1], dim, **dd)))
         self.stages = nn.ModuleList(stages)
         self.norm = nn.LayerNorm(dims[-1], eps=1e-6, **dd)
         self._build_head(dims[-1], num_classes, global_pool, drop_rate, **dd)
@@ -263,12 +263,12 @@ class PyramidBody(Body, Pyramid):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """The position table."""
+        """The position embedding."""
         return {"stages.0.pos_embed.table"}
 
     @torch.jit.ignore
     def set_input_size(self, img_size: int | Pair) -> None:
-        """Resize what is made for one image size, for good, so that it need not be resized for each image."""
+        """Resize position embedding and mixer tables permanently, so that they are not resized for each image."""
         for stage, info in zip(self.stages, self.feature_info, strict=False):  # a pruned model has fewer stages
             _set_grid(stage, _grid(img_size, info["reduction"]))
 
@@ -285,7 +285,7 @@ def _set_grid(module: nn.Module, grid: Pair) -> None:
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Resize position tables and the mixers' size-dependent parameters to the model's image size."""
+    """Resize position embeddings and the mixers' size-dependent parameters to the model's image size."""
     own = model.state_dict()
     out = dict(state_dict)
     for name, tensor in state_dict.items():
@@ -305,12 +305,12 @@ default_cfgs = generate_default_cfgs({})
 
 
 def create_body(body: str, mixer: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """A body with a mixer: `create_body("columnar_small", "sima", num_classes=10, context_broadcast="cb")`.
+    """Create a body with a mixer: `create_body("columnar_small", "sima", num_classes=10, context_broadcast="cb")`.
 
     Args:
         body: one of "columnar_tiny", "columnar_small", "pyramid_tiny", "pyramid_small".
-        mixer: name of a registered mixer; `tokamix.mixers.list_mixers()` has them all.
-        pretrained: whether to load published weights; there are none yet.
+        mixer: name of a registered mixer; `tokamix.mixers.list_mixers()` returns all.
+        pretrained: load published weights; there are none yet.
         kwargs: arguments of `ColumnarBody` or `PyramidBody`.
     """
     if body not in BODIES:

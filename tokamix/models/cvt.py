@@ -1,9 +1,9 @@
 """CvT: a pyramid of attention whose queries, keys and values come from depthwise convolutions.
 
 CvT: Introducing Convolutions to Vision Transformers, arXiv 2103.15808. Convolutions embed the tokens of each of three
-stages, so that no positions are needed; keys and values lie on a grid of half the side; a class token joins in the
-last stage and passes by the convolutions. Follows the authors' code: the scores are scaled by the width of all heads
-together, the activation is QuickGELU, and drop-path rises inside the last stage alone.
+stages, so no position embeddings are needed; keys and values are on a grid of half the side; the last stage adds a
+class token, which bypasses the convolutions. Follows the authors' code: the scores are scaled by the width of all heads
+together, the activation is QuickGELU, and drop-path rises inside the last stage only.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ class CvTStem(ConvEmbed):
 
 
 class ConvProjection(nn.Module):
-    """A depthwise 3x3 convolution with batch norm, then a Linear layer; prefix tokens get the Linear layer alone."""
+    """A depthwise 3x3 convolution with batch norm, then a Linear layer; prefix tokens pass the Linear layer only."""
 
     def __init__(self, dim: int, stride: int = 1, device: Any = None, dtype: Any = None) -> None:
         dd = {"device": device, "dtype": dtype}
@@ -58,9 +58,9 @@ class ConvProjection(nn.Module):
 
 
 class ConvAttention(nn.Module):
-    """Attention with convolutional projections: N queries meet about N / 4 keys.
+    """Attention with convolutional projections: N queries attend to about N / 4 keys.
 
-    `attend` does what lies between the projections: q (B, H, Nq, D), k, v (B, H, Nk, D) -> (B, H, Nq, D).
+    `attend` is the part between the projections: q (B, H, Nq, D), k, v (B, H, Nk, D) -> (B, H, Nq, D).
     """
 
     def __init__(self, dim: int, num_heads: int, prefix: int = 0, device: Any = None, dtype: Any = None) -> None:
@@ -82,7 +82,7 @@ class ConvAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Convolutional attention and an MLP, each normalised before and added to its input."""
+    """A pre-norm block: convolutional attention and an MLP, each with a residual connection."""
 
     def __init__(
         self,
@@ -123,11 +123,11 @@ class CvT(ClassTokenPyramid):
         act_layer: the MLPs' activation, by name or class.
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth of the last block, rising linearly from 0 inside the last stage.
-        device: where the parameters live.
-        dtype: their type.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
-    min_side = 3  # what the 7x7 convolution needs beside its padding
+    min_side = 3  # minimum of the 7x7 convolution with its padding
 
     def __init__(
         self,

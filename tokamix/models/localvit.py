@@ -2,9 +2,9 @@
 
 LocalViT: Bringing Locality to Vision Transformers, arXiv 2104.05707. A depthwise convolution, hard swish and squeeze
 and excitation stand between the two Linear layers of each feed-forward layer, with a batch norm after each; the class
-token passes by. Follows the authors' code: 4 heads where DeiT-Ti has 3, no LayerNorm before and no drop-path around
-the feed-forward layer. The last block's feed-forward layer thus changes the patch tokens alone: with the class
-token's classifier it stays untrained. Positions are resized to any other grid, bicubically as in DeiT.
+token bypasses it. Follows the authors' code: 4 heads where DeiT-Ti has 3, no LayerNorm before and no drop-path around
+the feed-forward layer. The last block's feed-forward layer thus changes only the patch tokens: with a classifier
+on the class token it gets no gradient. Positions are resized to any other grid, bicubically as in DeiT.
 """
 
 from typing import Any
@@ -80,7 +80,7 @@ class LocalMlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention of all tokens, then a local feed-forward layer on the patch tokens, each added to its input."""
+    """Attention of all tokens, then a local feed-forward layer on the patch tokens, each with a residual connection."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Block(nn.Module):
 
 
 class LocalViTStem(PatchConv):
-    """Images (B, in_chans, H, W) -> a map of patches; the sides are cropped to multiples of the patch's."""
+    """Images (B, in_chans, H, W) -> a map of patches; sides are cropped to multiples of the patch size."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) -> (B, h, w, dim)."""
@@ -122,7 +122,7 @@ class LocalViT(Column):
         in_chans: channels of the images.
         num_classes: classes; 0 for no classifier.
         global_pool: "token" (class token), "avg" (average of the patch tokens) or "".
-        img_size: the side, or (height, width), that the table of positions is made for; other sizes resize it.
+        img_size: side or (H, W) of the images for the position embedding; it is resized for other sizes.
         patch_size: side of a patch in pixels.
         embed_dim: channels of a token.
         depth: blocks.
@@ -131,8 +131,8 @@ class LocalViT(Column):
         se_reduction: what squeeze and excitation divides the hidden channels by.
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth of the last block's attention, rising linearly from 0.
-        device: where the parameters live.
-        dtype: their type.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     num_prefix_tokens = 1
@@ -176,7 +176,7 @@ class LocalViT(Column):
         self.init_weights(needs_reset=False)
 
     def reset_parameters(self) -> None:
-        """Draw the class token."""
+        """Initialise the class token."""
         trunc_normal_(self.cls_token, std=0.02)
 
     def _init_module(self, module: nn.Module, needs_reset: bool) -> None:
@@ -192,7 +192,7 @@ class LocalViT(Column):
 
     @torch.jit.ignore
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
-        """Resize the table of positions, so that images of this size are served without resizing it each time."""
+        """Resize the position embedding permanently, so that it is not resized for each image."""
         self.pos_embed.set_grid(self._grid(img_size))
 
     def _grid(self, img_size: int | tuple[int, int]) -> Grid:
@@ -202,7 +202,7 @@ class LocalViT(Column):
         return height // self.patch_size, width // self.patch_size
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Images -> class and patch tokens that know their positions, and the grid."""
+        """Images -> class and patch tokens with position embeddings, and the grid."""
         x, grid = super().embed(x)
         x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
         return self.pos_embed(x, grid), grid
@@ -226,7 +226,7 @@ RENAMES = (
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Map the authors' names (ofsoundof/LocalViT) and 1x1 convolutions to ours; our own state dicts pass unchanged.
 
-    The table of positions is resized to the model's image size.
+    The position embedding is resized to the model's image size.
     """
     state = rename(state_dict, RENAMES)
     for name, tensor in state.items():

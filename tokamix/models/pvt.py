@@ -2,9 +2,9 @@
 
 Pyramid Vision Transformer: A Versatile Backbone for Dense Prediction without Convolutions, arXiv 2102.12122. Each of
 four stages merges patches and adds learned positions; its attention reads keys and values from the map shrunk by 8,
-4, 2 and 1; a class token joins in the last stage. Follows the authors' code, which normalises in the blocks with an
-epsilon of 1e-6 and after embeddings and reductions with 1e-5. Positions are resized to any other grid; the authors
-take a table as it is where a grid has another shape but as many tokens.
+4, 2 and 1; the last stage adds a class token. Follows the authors' code, which normalises in the blocks with an
+epsilon of 1e-6 and after embeddings and reductions with 1e-5. Position embeddings are resized to any other grid; the
+authors do not resize them if a grid has a different shape but as many tokens.
 """
 
 from typing import Any
@@ -30,9 +30,9 @@ Grid = tuple[int, int]
 
 
 class ReducedAttention(nn.Module):
-    """Attention to a map whose sides a strided convolution has divided by `reduction`.
+    """Attention to a map whose sides are divided by `reduction` with a strided convolution.
 
-    `attend` does what lies between the projections: q (B, H, Nq, D), k, v (B, H, Nk, D) -> (B, H, Nq, D).
+    `attend` is the part between the projections: q (B, H, Nq, D), k, v (B, H, Nk, D) -> (B, H, Nq, D).
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class ReducedAttention(nn.Module):
         self.proj = nn.Linear(dim, dim, **dd)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """Mix tokens x (B, N, C) of `grid`; where the map is reduced, they are patch tokens alone."""
+        """Mix tokens x (B, N, C) of `grid`; if the map is reduced, all of them are patch tokens."""
         source = x if self.reduce is None else self.reduce(tokens_to_map(x, grid)).flatten(1, 2)
         q, k, v = (split_heads(y, self.num_heads) for y in (self.q(x), *self.kv(source).chunk(2, dim=-1)))
         return self.proj(merge_heads(self.attend(q, k, v)))
 
 
 class Block(nn.Module):
-    """Spatially reduced attention and an MLP, each normalised before and added to its input."""
+    """A pre-norm block: spatially reduced attention and an MLP, each with a residual connection."""
 
     def __init__(
         self,
@@ -91,19 +91,19 @@ class PVT(ClassTokenPyramid):
         in_chans: channels of the images.
         num_classes: classes; 0 for no classifier.
         global_pool: "token" (class token), "avg" (average of the patch tokens) or "".
-        img_size: the side, or (height, width), that the tables of positions are made for; other sizes resize them.
+        img_size: side or (H, W) of the images for the position embeddings; they are resized for other sizes.
         dims: channels of each stage.
         depths: blocks of each stage.
         num_heads: attention heads of each stage.
         mlp_ratios: hidden over outer channels of each stage's MLPs.
-        reductions: what each stage's attention divides the sides of the map by; 1 in the last stage.
+        reductions: divisor of the map's sides in each stage's attention; 1 in the last stage.
         act_layer: the MLPs' activation, by name or class.
         eps: epsilon of the norms in the blocks and of the last norm.
         embed_eps: epsilon of the norms after embeddings and reductions.
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth of the last block, rising linearly from 0.
-        device: where the parameters live.
-        dtype: their type.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     min_side = 32
@@ -153,7 +153,7 @@ class PVT(ClassTokenPyramid):
 
     @torch.jit.ignore
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
-        """Resize the tables of positions, so that images of this size are served without resizing them each time."""
+        """Resize the position embeddings permanently, so that they are not resized for each image."""
         tables = [module for module in self.modules() if isinstance(module, PositionEmbedding)]
         for table, grid in zip(tables, self._grids(img_size), strict=False):  # a pruned model has fewer tables
             table.set_grid(grid)
@@ -194,10 +194,10 @@ RENAMES = (
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Map the names of the authors (whai362/PVT) or of transformers to ours; our own state dicts pass unchanged.
 
-    Tables of positions are resized to the model's image size.
+    Position embeddings are resized to the model's image size.
     """
     state = rename(state_dict, RENAMES)
-    for name in [name for name in state if ".attn.key." in name]:  # transformers keeps keys and values apart
+    for name in [name for name in state if ".attn.key." in name]:  # transformers has separate keys and values
         both = (state.pop(name), state.pop(name.replace(".key.", ".value.")))
         state[name.replace(".key.", ".kv.")] = torch.cat(both)
     fit_position_embeddings(state, model)

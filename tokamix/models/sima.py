@@ -1,8 +1,8 @@
 """XCiT with SimA in place of cross-covariance attention.
 
 SimA: Simple Softmax-free Attention for Vision Transformers, arXiv 2206.08898; XCiT: arXiv 2106.09681. A convolutional
-stem makes tokens of 8 or 16 pixels, Fourier features tell them where they are, blocks mix them by attention, by local
-patch interaction and by an MLP, and two class-attention blocks gather them into a class token.
+stem makes tokens of 8 or 16 pixels, Fourier features encode their positions, blocks process them with attention, local
+patch interaction and an MLP, and two class-attention blocks gather them into a class token.
 
 Follows the authors' code where the paper differs (local patch interaction is convolution, GELU, BN, convolution)
 and where it is silent (drop-path is constant over depth and absent from the class blocks; class attention is free of
@@ -41,13 +41,13 @@ Grid = tuple[int, int]
 
 
 class XCiTStem(FoldableSequential):
-    """Halve the image with 3x3 convolutions, batch norm and activations until a patch is one token."""
+    """3x3 convolutions of stride 2 with batch norm and activations, until a patch is one token."""
 
     def __init__(
         self, in_chans: int, dim: int, patch_size: int, act_layer: Any, device: Any = None, dtype: Any = None
     ) -> None:
         if patch_size not in (8, 16):
-            raise ValueError(f"the convolutional stem makes patches of 8 or 16 pixels, got patch_size={patch_size}")
+            raise ValueError(f"the convolutional stem supports patches of 8 or 16 pixels, got patch_size={patch_size}")
         dd = {"device": device, "dtype": dtype}
         halvings = int(math.log2(patch_size))
         widths = [in_chans] + [dim // 2**i for i in reversed(range(halvings))]
@@ -75,7 +75,7 @@ class FourierPositions(nn.Module):
 
     def forward(self, grid: Grid) -> Tensor:
         """Grid (H, W) -> encoding (1, H * W, dim)."""
-        # at least float32: in half precision neighbouring positions would coincide
+        # float32 or wider: in half precision neighbouring positions would coincide
         dtype = torch.promote_types(self.proj.weight.dtype, torch.float32)
         height, width = (self._encode(n, dtype) for n in grid)  # (H, F), (W, F)
         both = torch.cat([height[:, None].expand(-1, grid[1], -1), width.expand(grid[0], -1, -1)], dim=-1)
@@ -107,7 +107,7 @@ class LocalPatchInteraction(nn.Module):
 
 
 class Block(nn.Module):
-    """SimA, local patch interaction and an MLP, each normalised before and scaled per channel after."""
+    """A pre-norm block: SimA, local patch interaction and an MLP, each scaled per channel."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Block(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start every branch at `eta` times its output."""
+        """Initialise the scale of every branch with `eta`."""
         for scale in self.parameters(recurse=False):
             nn.init.constant_(scale, self.eta)
 
@@ -155,8 +155,7 @@ class Block(nn.Module):
 class ClassBlock(nn.Module):
     """Class attention and an MLP on the class token.
 
-    The authors' patch tokens pass through as well, with the same norms and scales: they are what the next class block
-    reads.
+    As in the authors' code, the patch tokens pass the same norms and scales, because the next class block reads them.
     """
 
     def __init__(
@@ -185,12 +184,12 @@ class ClassBlock(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start both branches at `eta` times their output."""
+        """Initialise the scale of both branches with `eta`."""
         for scale in self.parameters(recurse=False):
             nn.init.constant_(scale, self.eta)
 
     def forward(self, x: Tensor, grid: Grid, class_only: bool = False) -> Tensor:
-        """Tokens (B, 1 + N, C) -> (B, 1 + N, C), or the class token (B, 1, C) alone where nobody reads the others."""
+        """Tokens (B, 1 + N, C) -> (B, 1 + N, C), or only the class token (B, 1, C) if `class_only`."""
         normed = self.norm_attn(x)
         token = self.norm_mlp(x[:, :1] + self.scale_attn * self.attn(normed, grid))
         token = token + self.scale_mlp * self.mlp(token)
@@ -218,14 +217,14 @@ class XCiTSimA(Column):
         norm: "l1", or the paper's ablations "l2" and None.
         act_layer: activation of stem, local interaction and MLPs, by name or class; with nn.ReLU no exp is left.
         local_interaction: False leaves local patch interaction out.
-        use_pos: whether tokens know their positions.
+        use_pos: whether positions are encoded.
         eta: initial value of the channel scales.
         tokens_norm: whether class blocks normalise the patch tokens too before the MLP.
         class_depth: class-attention blocks.
         drop_rate: dropout before the classifier.
-        drop_path_rate: the same in every block; class blocks have none.
-        device: where the parameters live.
-        dtype: their type.
+        drop_path_rate: stochastic depth, the same in every block; class blocks have none.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     num_prefix_tokens = 1
@@ -257,7 +256,7 @@ class XCiTSimA(Column):
         dd = {"device": device, "dtype": dtype}
         super().__init__()
         self.in_chans = in_chans
-        self.min_side = patch_size  # a smaller image would be one token that is mostly padding
+        self.min_side = patch_size  # a smaller image would be one token of mostly padding
         act_layer = get_act_layer(act_layer)
         shared: dict[str, Any] = {
             "dim": embed_dim,
@@ -303,12 +302,12 @@ class XCiTSimA(Column):
         }
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Images -> tokens that know their positions, and their grid."""
+        """Images -> tokens with encoded positions, and their grid."""
         x, grid = map_to_tokens(self.stem(x))
         return (x if self.pos_embed is None else x + self.pos_embed(grid)), grid
 
     def finish(self, x: Tensor, grid: Grid, class_only: bool = False) -> Tensor:
-        """Gather the patch tokens into a class token in front of them; `class_only` returns nothing else."""
+        """Gather the patch tokens into a class token in front of them; return only that with `class_only`."""
         x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
         for i, block in enumerate(self.class_blocks, start=1):
             x = self._run(block, x, grid, class_only and i == len(self.class_blocks))
@@ -329,7 +328,7 @@ class XCiTSimA(Column):
     def prune_intermediate_layers(
         self, indices: Indices = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop the blocks after the last one in `indices`, and the norm, classifier and class blocks if asked to."""
+        """Drop the blocks after the last one in `indices`, and optionally the norm, classifier and class blocks."""
         taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
         if prune_head:
             self.class_blocks = nn.ModuleList()
@@ -352,7 +351,7 @@ RENAMED = {
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Translate the authors' parameter names; ours pass through."""
+    """Map the authors' names to ours; our own state dicts pass unchanged."""
     return {_translate(name): value for name, value in state_dict.items()}
 
 

@@ -27,7 +27,7 @@ from tokamix.layers import (
 from tokamix.mixers import SuperTokenAttention
 from tokamix.models._backbone import Pyramid, PyramidStage, image_cfg
 
-NATIVE_SIDE = 224  # the image side that relative position tables have one entry for each offset of
+NATIVE_SIDE = 224  # the image side for which relative position tables have one entry per offset
 
 
 class ConvFFN(nn.Module):
@@ -47,10 +47,10 @@ class ConvFFN(nn.Module):
 
 
 class Block(nn.Module):
-    """Convolutional position encoding, super token attention and a feed-forward layer, each added to its input.
+    """Convolutional position encoding, super token attention and a feed-forward layer, each with a residual connection.
 
-    The second norm is a BatchNorm, as in the authors' code. Layer scales have one axis, so that timm's rule leaves them
-    undecayed; the authors' have four and are decayed.
+    The second norm is a BatchNorm, as in the authors' code. Layer scales have one axis, so timm's rule does not decay
+    them; the authors' have four axes and are decayed.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Block(nn.Module):
 
 
 class STViTStem(MapSequential):
-    """Images (B, in_chans, H, W) -> a map of a quarter of their sides: four times convolution, GELU, BatchNorm."""
+    """Images (B, in_chans, H, W) -> a map of a quarter of their sides, by four times convolution, GELU, BatchNorm."""
 
     def __init__(self, in_chans: int, dim: int, device: Any = None, dtype: Any = None) -> None:
         dd = {"device": device, "dtype": dtype}
@@ -133,23 +133,23 @@ class STViT(Pyramid):
         dims: channels of each stage.
         depths: blocks of each stage.
         num_heads: attention heads of each stage.
-        stoken_sizes: cell that gives one super token in each stage, an int or (h, w); 1 is plain global attention. The
-            authors use (8, 4, 1, 1) up to 384 px and count (16, 8, 2, 1) at 512.
+        stoken_sizes: cell of one super token in each stage, a side or (h, w); 1 is plain global attention. The authors
+            use (8, 4, 1, 1) up to 384 px and count MACs with (16, 8, 2, 1) at 512.
         n_iter: iterations of super token sampling, one number or one for each stage.
         mlp_ratio: hidden channels of the feed-forward layers, as a multiple of the stage's.
         qkv_bias: whether the attention's first projection has a bias.
-        projection: channels of the last projection; 0 leaves it out, and a LayerNorm takes its place.
+        projection: channels of the last projection; 0 replaces it by a LayerNorm.
         layer_scale: initial layer scale of each stage, None for none.
         conv_stem: four convolutions; False for non-overlapping 4x4 patches.
         cpe: convolutional position encoding in each block.
         conv_ffn: a depthwise convolution in each feed-forward layer.
         relative_position: learned relative position bias among super tokens. With or without it and without projection,
             conv_stem, cpe and conv_ffn, this is the isotropic form of the supplement's Table II.
-        refine: what works on super tokens; see `SuperTokenAttention`.
+        refine: operation on super tokens; see `SuperTokenAttention`.
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth of the last block, rising linearly from 0.
-        device: where the parameters live.
-        dtype: the parameters' dtype.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class STViT(Pyramid):
         return {name for name, _ in self.named_parameters() if name.endswith("position.table")}
 
     def _init_module(self, module: nn.Module, needs_reset: bool) -> None:
-        # the authors initialise the classifier alone; their 1x1 convolutions, Linear here, stay as PyTorch made them
+        # the authors initialise the classifier only; their 1x1 convolutions, Linear here, keep PyTorch's initialisation
         if isinstance(module, nn.Linear) and module is not self.head:
             if needs_reset:
                 module.reset_parameters()
@@ -246,7 +246,7 @@ class STViT(Pyramid):
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Map the authors' names and shapes to ours; our own state dicts pass unchanged.
 
-    The constant kernels with which the authors fold and unfold have no counterpart here and are left out.
+    The constant kernels of the authors' fold and unfold have no counterpart here and are left out.
     """
     if not any(name.startswith(("patch_embed.", "layers.")) for name in state_dict):
         return state_dict

@@ -1,9 +1,9 @@
-"""The papers' hosts with SimA or context broadcasting inside, under names of their own.
+"""The papers' host models with SimA or context broadcasting, registered under their own names.
 
 SimA: Simple Softmax-free Attention for Vision Transformers, arXiv 2206.08898 (DeiT-S and CvT-13, Table 1), and
 Scratching Visual Transformer's Back with Uniform Attention, arXiv 2210.08457 (supplement, Tables S1, S3, S5 and S6).
-Each is its host, built by the host's own entry function and with all its options, then changed by `tokamix.swap`; a
-host's checkpoint loads, but for the scales of CB_S. Context broadcasting stands at the end of the MLPs.
+Each is its host, created by the host's entry function with all its options, then changed by `tokamix.swap`; a host's
+checkpoint loads, except for the scales of CB_S. Context broadcasting is at the end of the MLPs.
 """
 
 import sys
@@ -42,7 +42,7 @@ CB = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A host, what is done to it, the paper's cfg entries, and the top-1 accuracy that the paper prints, if any."""
+    """A host model, the change, the paper's cfg entries, and the top-1 accuracy in the paper, if any."""
 
     host: str
     change: Callable[[nn.Module], object]
@@ -81,13 +81,13 @@ VARIANTS = {
     "deit_small_distilled_cbs": _cb("deit_small_distilled_patch16_224", 81.6, kind="cbs"),
     "deit_base_distilled_cb": _cb("deit_base_distilled_patch16_224", 83.5),
     "deit_base_distilled_cbs": _cb("deit_base_distilled_patch16_224", 83.6, kind="cbs"),
-    "pvt_small_cb": _cb("pvt_small", 77.3),  # this one and the next ones: 120 epochs
+    "pvt_small_cb": _cb("pvt_small", 77.3),  # this one and the following: 120 epochs
     "swin_tiny_cb": _cb("swin_tiny_patch4_window7_224", 79.5),
     "localvit_tiny_cb": _cb("localvit_tiny"),
     "pvt_v2_b0_cb": _cb("pvt_v2_b0"),
     "pit_s_cb": _cb("pit_s_224"),
 }
-# how each host's file tells timm to extract features
+# feature_cfg of each host's file in timm
 FEATURES: dict[str, dict[str, Any]] = {
     "cvt": {"out_indices": (0, 1, 2), "feature_cls": "getter"},
     "deit": {"out_indices": 3, "feature_cls": "getter"},
@@ -110,14 +110,14 @@ default_cfgs = generate_default_cfgs({name: _cfg(variant) for name, variant in V
 
 
 def _create(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Build a host by its own entry function and change it, before timm loads weights or wraps it for features."""
+    """Create a host by its entry function and change it, before timm loads weights or wraps it for features."""
     variant = VARIANTS[name]
     entry = model_entrypoint(variant.host)
     module = sys.modules[entry.__module__]
 
     def build(**kwargs: Any) -> nn.Module:
         model = entry(**kwargs)
-        _multiply_patches(model)
+        _use_patch_conv(model)
         variant.change(model)
         return model
 
@@ -131,8 +131,8 @@ def _create(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
     )
 
 
-def _multiply_patches(model: nn.Module) -> None:
-    """Let a host's convolution of patches be a product; see `PatchConv`."""
+def _use_patch_conv(model: nn.Module) -> None:
+    """Replace a host's patch embedding convolution by `PatchConv`, in place."""
     for embed in model.modules():
         conv = embed.proj if isinstance(embed, timm.layers.PatchEmbed) else None
         if type(conv) is nn.Conv2d and conv.kernel_size == conv.stride and conv.padding == (0, 0):

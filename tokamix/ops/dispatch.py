@@ -1,4 +1,4 @@
-"""Which implementation of an operator runs, why, and how to force one.
+"""The choice of backend for an operator: which implementation runs, why, and how to force one.
 
 Every operator exists twice: a plain PyTorch reference ("eager") that runs on any device in any dtype, and Triton
 kernels ("triton"). A caller forces one with the `backend` argument; `TOKAMIX_BACKEND` and `use_backend` force one for
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 BACKENDS = ("eager", "triton")
 HAS_TRITON = find_spec("triton") is not None
-# Triton's interpreter runs kernels on CPU tensors: that is how they are tested without a GPU.
+# Triton's interpreter runs kernels on CPU tensors, for tests without a GPU.
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -44,9 +44,9 @@ def choose(
     Args:
         op: the operator's name, for messages.
         tensors: the inputs; their device and dtype decide whether the kernels can run.
-        backend: what the caller forces, if anything.
-        limit: why the operator's kernels cannot take this call ("head dim 300 is over 256"), None if they can.
-        better: why plain PyTorch is the better choice although the kernels could, None if it is not.
+        backend: the backend that the caller forces, if any.
+        limit: why the operator's kernels do not support this call ("head dim 300 is over 256"); None if they do.
+        better: why plain PyTorch is preferred although the kernels could run; None if it is not.
     """
     wanted = forced(backend)
     if wanted == "eager":
@@ -62,18 +62,18 @@ def choose(
 
 
 def forced(backend: str | None = None) -> str | None:
-    """The backend that the caller, `use_backend` or `TOKAMIX_BACKEND` forces; None if nobody does."""
+    """The backend forced by the caller, `use_backend` or `TOKAMIX_BACKEND`; None if none is."""
     return _check(backend) or _check(_forced)
 
 
 def why_not(*tensors: Tensor) -> str | None:
-    """Why Triton kernels cannot take these tensors; None if they can."""
+    """Why Triton kernels cannot run on these tensors; None if they can."""
     if not HAS_TRITON:
         return "Triton is not installed"
     if is_exporting():
         return "an exported graph must hold plain operators"
     if torch._C._are_functorch_transforms_active():
-        return "torch.func transforms plain operators alone"
+        return "torch.func transforms plain operators only"
     for t in tensors:
         if not t.is_cuda and not (INTERPRET and t.device.type == "cpu"):
             return f"tensors are on {t.device.type}, the kernels need CUDA"
@@ -82,15 +82,15 @@ def why_not(*tensors: Tensor) -> str | None:
     return None
 
 
-def unobserved(*tensors: Tensor | None) -> bool:
-    """Whether this is a plain call, with no compiler, tracer, counter or tensor subclass that looks for operators."""
+def is_plain_call(*tensors: Tensor | None) -> bool:
+    """Whether no compiler, tracer, dispatch mode or tensor subclass needs to see the registered operator."""
     plain = all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
     watched = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode()
     return plain and not watched and not torch._C._are_functorch_transforms_active()
 
 
 def is_exporting() -> bool:
-    """Whether torch.export traces (without Dynamo, as it does by default: torch 2.11 exports inside every compile)."""
+    """Whether torch.export traces, without Dynamo (its default): in torch 2.11 every compile also exports."""
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 

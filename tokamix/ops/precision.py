@@ -1,4 +1,4 @@
-"""What autocast means for an operator: which dtype it gets, and how it keeps its sums wide."""
+"""Autocast in operators: the dtype of their inputs, and float32 sums."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -8,16 +8,16 @@ from torch import Tensor
 
 
 def autocast_enabled(x: Tensor) -> bool:
-    """Whether autocast is on for x's device (the meta device has none, and asking for it raises)."""
+    """Whether autocast is enabled for x's device; False for the meta device, which torch does not support here."""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype matrix products on x run in: autocast's where it is on, else x's own. It leaves float64 alone."""
+    """The dtype of matrix products on x: autocast's if it is enabled, otherwise x's own; float64 stays float64."""
     wide = x.dtype == torch.float64 or not autocast_enabled(x)
     return x.dtype if wide else torch.get_autocast_dtype(x.device.type)
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Autocast off, where it is on: a plain context otherwise, so that exported graphs hold no trace of it."""
+    """A context that disables autocast; a null context if it is off, so that exported graphs do not contain it."""
     return torch.autocast(x.device.type, enabled=False) if autocast_enabled(x) else nullcontext()

@@ -1,10 +1,10 @@
 """The active token gather in Triton, forward and backward, in any strides and without atomics.
 
-A sample and its target lie on one line of the map, a row or a column. A program owns whole lines of a few channels, or
-a part of a long line, and a tile is (samples, channels that share an offset): lines, their tokens and the groups of
-channels are one axis, so that neighbouring threads hold neighbouring groups. The forward pass reads samples where they
-are, from the cache. The backward pass does not scatter: a token's gradient is the sum over the distances r at which
-tokens of its line look, and the line's offsets say which r there are. All results are the same in every run.
+A sample and its target lie on one line of the map, a row or a column. A program handles whole lines of a few channels,
+or a part of a long line, and a tile is (samples, channels that share an offset): lines, their tokens and the groups of
+channels are one axis, so that neighbouring threads hold neighbouring groups. The forward pass gathers samples from the
+cache. The backward pass does not scatter: a token's gradient is a sum over the distances r between tokens of its line
+and their samples, and the line's offsets give the range of r. All results are deterministic.
 
 Bytes of the forward pass: x and offsets in, two maps out. Backward: for each direction x, offsets and a gradient in,
 the gradients of x and of the offsets out; the second direction reads the first one's gradient of x and adds to it.
@@ -18,22 +18,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 4096  # numbers of a program
-PART = 64  # tokens of a program on longer lines, of which a whole one would leave it few channels
+TILE = 4096  # elements per program
+PART = 64  # tokens per program on longer lines: a whole long line would leave room for few channels only
 
 
 @triton.jit
 def _place(G, BLOCK_G: tl.constexpr, LONG: tl.constexpr):
-    """Which lines and which groups are the program's."""
+    """The lines and groups of the program."""
     i_line, i_g = tl.program_id(0), tl.program_id(1)
-    if LONG:  # the next channels in memory come next: a large image does not stay in the cache
+    if LONG:  # neighbouring programs take neighbouring channels: a large image does not stay in the cache
         i_line, i_g = i_line // tl.cdiv(G, BLOCK_G), i_line % tl.cdiv(G, BLOCK_G)
     return i_line, i_g
 
 
 @triton.jit
 def _part(i_line, n, BLOCK_N: tl.constexpr, LONG: tl.constexpr):
-    """The line, and the first of its tokens, of part i_line."""
+    """The line of part i_line, and its first token."""
     start = 0
     if LONG:
         i_line, start = i_line // tl.cdiv(n, BLOCK_N), i_line % tl.cdiv(n, BLOCK_N) * BLOCK_N
@@ -55,7 +55,7 @@ def _tile(
     BLOCK_S: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Of a program's samples: position on the line, line, group, channels; which groups and which channels exist."""
+    """Position on the line, line, group and channels of a program's samples, and masks of groups and channels."""
     o_sample = tl.arange(0, BLOCK_N * LINES * BLOCK_G)[:, None]
     o_g = i_g * BLOCK_G + o_sample % BLOCK_G
     o_n = start + o_sample // BLOCK_G % BLOCK_N
@@ -71,7 +71,7 @@ def _tile(
 
 @triton.jit
 def _look(b_offset, o_n, n):
-    """The token to the left of where a channel looks, and how far beyond it."""
+    """The token to the left of the sampled position, and the fraction beyond it."""
     b_at = o_n.to(tl.float32) + b_offset
     b_at = tl.maximum(b_at, -2.0, propagate_nan=tl.PropagateNan.ALL)
     b_at = tl.minimum(b_at, n * 1.0, propagate_nan=tl.PropagateNan.ALL)
@@ -81,7 +81,7 @@ def _look(b_offset, o_n, n):
 
 @triton.jit
 def _sample(p_x, o_line, o_c, b_pick, m_tile, n, stride_l, stride_n, stride_c):
-    """The tokens b_pick (samples, 1) of the lines and their right neighbours, zero outside."""
+    """The tokens b_pick (samples, 1) of the lines and their right neighbours; zero outside the map."""
     o_x = o_line * stride_l + b_pick * stride_n + o_c * stride_c
     b_left = tl.load(p_x + o_x, mask=m_tile & (b_pick >= 0) & (b_pick < n), other=0.0)
     b_right = tl.load(p_x + stride_n + o_x, mask=m_tile & (b_pick >= -1) & (b_pick < n - 1), other=0.0)
@@ -90,7 +90,7 @@ def _sample(p_x, o_line, o_c, b_pick, m_tile, n, stride_l, stride_n, stride_c):
 
 @triton.jit
 def _repeat(b, TIMES: tl.constexpr):
-    """Repeat each entry of b (rows, G) TIMES times, a power of two -> (rows, G * TIMES); no data moves."""
+    """Repeat each entry of b (rows, G) TIMES times, a power of two -> (rows, G * TIMES); without moving data."""
     G: tl.constexpr = b.shape[1]
     for i in tl.static_range(6):  # up to MAX_SHARE
         if 2**i < TIMES:
@@ -98,8 +98,8 @@ def _repeat(b, TIMES: tl.constexpr):
     return b
 
 
-# The strides of groups stay unspecialised: with a known 1 offsets would be read in vectors, in another layout than the
-# channels they belong to, and had to be exchanged between threads.
+# The strides of groups stay unspecialised: with a stride known to be 1, offsets would be read as vectors, in a layout
+# different from that of their channels, and would have to be exchanged between threads.
 
 
 @triton.jit(do_not_specialize=["stride_og"])
@@ -130,7 +130,7 @@ def _forward_kernel(
     EVEN: tl.constexpr,
     LONG: tl.constexpr,
 ):
-    # rows and columns of an image come one after the other, so that the columns find it in the cache
+    # the columns of an image follow its rows, so that they find it in the cache
     i_line, i_g = _place(G, BLOCK_G, LONG)
     rows = tl.cdiv(H, LINES) if WIDTH else 0
     columns = tl.cdiv(W, LINES) if HEIGHT else 0
@@ -225,7 +225,7 @@ def _backward_kernel(
     p_grad_offset += i_b * stride_gb + o_line * stride_gl + o_n * stride_gn + o_g * stride_gg
     tl.store(p_grad_offset, b_slope.to(p_grad_offset.dtype.element_ty), mask=m_group)
 
-    # the token r to the left looks here if its offset is within one of r
+    # the token r to the left samples this one if its offset is within one of r
     if LONG:
         b_first, b_last = tl.full(b_pick.shape, 1 << 30, tl.int32), tl.full(b_pick.shape, -(1 << 30), tl.int32)
         for other in range(0, n, BLOCK_N):
@@ -277,7 +277,7 @@ def _backward_kernel(
 
 
 def forward(x: Tensor, offset: Tensor, dims: Sequence[int]) -> list[Tensor]:
-    """What each channel of x (B, H, W, C) sees along each of `dims`; offset (B, H, W, len(dims) * G)."""
+    """Sample x (B, H, W, C) along each of `dims` -> one map each; offset (B, H, W, len(dims) * G)."""
     (_, height, width, channels), groups = x.shape, offset.shape[3] // len(dims)
     outputs = [torch.empty(x.shape, device=x.device, dtype=x.dtype) for _ in dims]
     if x.numel() == 0:
@@ -315,7 +315,7 @@ def backward(grads: Sequence[Tensor], x: Tensor, offset: Tensor, dims: Sequence[
         blocks = choose_blocks(n, groups, channels // groups)
 
         def strides(t: Tensor, dim: int = dim) -> tuple[int, ...]:
-            """Of batch, lines, tokens of a line, channels."""
+            """Strides of batch, lines, tokens of a line, channels."""
             b, h, w, c = t.stride()
             return (b, h, w, c) if dim == 2 else (b, w, h, c)
 
@@ -341,8 +341,8 @@ def backward(grads: Sequence[Tensor], x: Tensor, offset: Tensor, dims: Sequence[
 
 
 def choose_blocks(n: int, groups: int, share: int, tile: int = TILE, warps: int = 8) -> dict[str, Any]:
-    """Block sizes and warps for lines of n tokens: about `tile` numbers, of whole lines or of PART tokens of a longer
-    one, and of up to 64 channels."""
+    """Block sizes and warps for lines of n tokens: about `tile` elements, in whole lines or in PART tokens of a longer
+    one, and up to 64 channels."""
     block_n, block_s = triton.next_power_of_2(min(n, PART)), triton.next_power_of_2(share)
     block_g = min(triton.next_power_of_2(groups), max(64 // block_s, 1))
     while block_g * block_s > 16 and block_n * block_g * block_s > tile:
@@ -361,11 +361,11 @@ def choose_blocks(n: int, groups: int, share: int, tile: int = TILE, warps: int 
 
 
 def _parts(x: Tensor, dim: int, blocks: dict[str, Any]) -> int:
-    """Into how many parts the lines along `dim` of all images are cut."""
+    """The number of parts of all lines along `dim` in all images."""
     return len(x) * triton.cdiv(x.shape[3 - dim], blocks["LINES"]) * triton.cdiv(x.shape[dim], blocks["BLOCK_N"])
 
 
 def _grid(parts: int, groups: int, blocks: dict[str, Any]) -> tuple[int, ...]:
-    """A program for each part and block of groups, in the order of `_place`."""
+    """The launch grid: a program for each part and block of groups, in the order of `_place`."""
     by_channel = triton.cdiv(groups, blocks["BLOCK_G"])
     return (parts * by_channel,) if blocks["LONG"] else (parts, by_channel)

@@ -1,4 +1,4 @@
-"""The public active token operators, and their registration with torch.library."""
+"""Public functions and operator registration of the active token gather."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,29 +10,29 @@ from tokamix.ops import dispatch
 from tokamix.ops.active_token import reference
 from tokamix.ops.active_token.reference import GatherPlan
 
-# what fits on chip: tokens of a line, and channels that share an offset
+# limits of on-chip memory: tokens of a line, and channels that share an offset
 MAX_LINE, MAX_SHARE = 1024, 64
 
 
 def active_gather(x: Tensor, offset: Tensor, dim: int, backend: str | None = None) -> Tensor:
-    """Each channel of each token looks along one axis, as far away as its offset says.
+    """Sample each channel of each token along one axis, at a learned offset from the token.
 
     Active Token Mixer, arXiv 2203.06108: out[..., c] = x at (own position + offset[..., c // share]) along `dim`, in
     linear interpolation. Outside the map x is zero, so a sample fades out between -1 and 0 and between n - 1 and n. The
-    paper prints integer indices; its code interpolates, by a deformable convolution with a 1x1 kernel, and this is
-    the same function. At an integer position the gradient of the offset is the one to the right.
+    paper prints integer indices; its code interpolates, by a deformable convolution with a 1x1 kernel, which is the
+    same function. At an integer position the gradient of the offset is the right-sided derivative.
 
     Args:
         x: map (B, H, W, C).
         offset: (B, H, W, C / share) in tokens, any finite size; `share` neighbouring channels use the same offset.
-        dim: 1 to look along the height, 2 along the width.
+        dim: 1 to sample along the height, 2 along the width.
         backend: force "eager" or "triton".
 
     Returns:
         (B, H, W, C).
     """
     if dim not in (1, 2):
-        raise ValueError(f"active_gather looks along dim 1 (height) or 2 (width), got dim {dim}")
+        raise ValueError(f"active_gather needs dim 1 (height) or 2 (width), got {dim}")
     _check(x, offset, axes=1)
     if dispatch.choose("active_gather", x, offset, backend=backend, limit=_limit(x, offset, axes=1)) == "triton":
         return torch.ops.tokamix.active_gather(x, offset, [dim])[0]
@@ -44,12 +44,12 @@ def active_gather_axes(x: Tensor, offset: Tensor | GatherPlan, backend: str | No
 
     Args:
         x: map (B, H, W, C).
-        offset: (B, H, W, 2 C / share), first the offsets along the width, then those along the height; or what
-            `plan_gather_axes` made of them.
+        offset: (B, H, W, 2 C / share), first the offsets along the width, then those along the height; or the
+            result of `plan_gather_axes`.
         backend: force "eager" or "triton".
 
     Returns:
-        What was seen along the width and along the height, (B, H, W, C) each.
+        Samples along the width and along the height, (B, H, W, C) each.
     """
     if isinstance(offset, GatherPlan):
         dispatch.choose("active_gather_axes", x, backend=backend, limit="a plan is for plain PyTorch")
@@ -61,9 +61,9 @@ def active_gather_axes(x: Tensor, offset: Tensor | GatherPlan, backend: str | No
 
 
 def plan_gather_axes(x: Tensor, offset: Tensor, backend: str | None = None) -> Tensor | GatherPlan:
-    """What calls of `active_gather_axes` with the same offset share, computed once for all maps like x.
+    """Precompute what calls of `active_gather_axes` with the same offset share, for maps of the shape of x.
 
-    The kernels compute it faster than they could read it, so where they run the plan is the offset itself.
+    The kernels compute it faster than they could read it, so where they run, the offset itself is returned.
     """
     _check(x, offset, axes=2)
     limit = _limit(x, offset, axes=2)
@@ -73,7 +73,7 @@ def plan_gather_axes(x: Tensor, offset: Tensor, backend: str | None = None) -> T
 
 
 def active_gather_joint(x: Tensor, offset: Tensor) -> Tensor:
-    """The paper's ablation without decoupled axes: one look along both at once, in bilinear interpolation.
+    """Sample along both axes at once, in bilinear interpolation: the paper's ablation without decoupled axes.
 
     Args:
         x: map (B, H, W, C).
@@ -89,19 +89,19 @@ def active_gather_joint(x: Tensor, offset: Tensor) -> Tensor:
 def _check(x: Tensor, offset: Tensor, axes: int) -> None:
     if x.ndim != 4 or offset.ndim != 4 or x.shape[:3] != offset.shape[:3]:
         raise ValueError(
-            "the active gather needs x (B, H, W, C) and offsets for the same tokens (B, H, W, ...), got "
+            "the active token gather needs x (B, H, W, C) and offsets (B, H, W, ...) of the same tokens, got "
             f"{tuple(x.shape)} and {tuple(offset.shape)}"
         )
     channels, given = x.shape[3], offset.shape[3]
     if given == 0 or given % axes or channels % (given // axes):
         raise ValueError(
-            f"{channels} channels cannot share {given} offsets over {axes} {'axis' if axes == 1 else 'axes'}: give "
+            f"{channels} channels cannot share {given} offsets over {axes} {'axis' if axes == 1 else 'axes'}: pass "
             f"{axes} * C / share of them, with a share that divides {channels}"
         )
 
 
 def _limit(x: Tensor, offset: Tensor, axes: int) -> str | None:
-    """Why the kernels cannot take this call; None if they can."""
+    """Why the kernels do not support this call; None if they do."""
     side, share = max(x.shape[1:3]), x.shape[3] * axes // offset.shape[3]
     if side > MAX_LINE:
         return f"a side of {side} tokens is over {MAX_LINE}"

@@ -7,18 +7,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PAD = 2
-WIDE = {8: torch.int64, 16: torch.complex128}  # types of numbers by their bytes
+WIDE = {8: torch.int64, 16: torch.complex128}  # integer types by their size in bytes
 
 
 class GatherPlan(NamedTuple):
-    """Where to read in a padded map, and how to interpolate: all that offsets decide.
+    """Indices into a padded map and interpolation weights: everything that depends on the offsets only.
 
     Channels that share an offset are neighbours in memory, so a sample is a row of C / G numbers. Each fraction belongs
-    to one leading axis of `rows`, which holds the ones on the left and on the right.
+    to one leading axis of `rows`, which holds the left and the right rows.
     """
 
     rows: Tensor  # (2, ..., B, H, W, G)
-    fractions: list[Tensor]  # (..., B, H, W, C) each, the way from left to right
+    fractions: list[Tensor]  # (..., B, H, W, C) each, the weight of the right row
 
 
 def active_gather(x: Tensor, offset: Tensor, dim: int) -> Tensor:
@@ -27,7 +27,7 @@ def active_gather(x: Tensor, offset: Tensor, dim: int) -> Tensor:
 
 
 def plan_axes(x: Tensor, offset: Tensor) -> GatherPlan:
-    """What `active_gather_axes` does with an offset, whatever the values in x."""
+    """The part of `active_gather_axes` that does not depend on the values of x."""
     plans = [_plan(x, {dim: part}) for dim, part in zip((2, 1), offset.chunk(2, dim=-1), strict=True)]
     return GatherPlan(torch.stack([p.rows for p in plans], 1), [torch.stack([p.fractions[0] for p in plans])])
 
@@ -45,7 +45,7 @@ def active_gather_joint(x: Tensor, offset: Tensor) -> Tensor:
 
 
 def active_gather_backward(grad: Tensor, x: Tensor, offset: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """The gradients of x and offset in `active_gather`, where autograd cannot be asked (inside a custom operator)."""
+    """The gradients of x and offset in `active_gather`, for use inside a custom operator, where autograd is off."""
     index, (fraction,) = _plan(x, {dim: offset})
     padded = _pad(x)
     rows = padded.reshape(-1, x.shape[-1] // offset.shape[-1])
@@ -60,12 +60,12 @@ def active_gather_backward(grad: Tensor, x: Tensor, offset: Tensor, dim: int) ->
 
 
 def _pad(x: Tensor) -> Tensor:
-    """Zeros around the map, so that a clamped position and its right neighbour can be read without a mask."""
+    """Pad the map with zeros, so that a clamped position and its right neighbour can be read without a mask."""
     return F.pad(x, (0, 0, PAD, PAD, PAD, PAD))
 
 
 def _interpolate(x: Tensor, plan: GatherPlan) -> Tensor:
-    """Linear interpolation between the rows of x that a plan names."""
+    """Linear interpolation between the rows of x that a plan selects."""
     index, fractions = plan
     rows = _pad(x).reshape(-1, x.shape[-1] // index.shape[-1])
     seen = _read(rows, index.flatten()).view(*index.shape[:-1], x.shape[-1])
@@ -76,7 +76,7 @@ def _interpolate(x: Tensor, plan: GatherPlan) -> Tensor:
 
 
 def _read(rows: Tensor, index: Tensor) -> Tensor:
-    """rows[index]. Where no gradient can be asked, a CPU reads a short row as one number, which takes half the time."""
+    """rows[index]; without gradients, a CPU reads a short row as one integer, which takes half the time."""
     wide = WIDE.get(rows.shape[1] * rows.element_size())
     plain = torch.compiler.is_compiling() or not torch.is_inference_mode_enabled() or rows.device.type != "cpu"
     if wide is None or plain:
@@ -85,12 +85,12 @@ def _read(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def _plan(x: Tensor, offsets: dict[int, Tensor]) -> GatherPlan:
-    """The plan to look along each of the axes in `offsets`, (B, H, W, G) each."""
+    """The plan for samples along each of the axes in `offsets`, (B, H, W, G) each."""
     (batch, height, width, channels), groups = x.shape, next(iter(offsets.values())).shape[-1]
     strides = {1: (width + 2 * PAD) * groups, 2: groups}
     sizes = {1: height, 2: width}
     rows = batch * (height + 2 * PAD) * strides[1]
-    # half the traffic, and quick to make from floats; a graph for all sizes may not ask how large the map is
+    # int32 halves the traffic and converts fast from floats; a graph for all sizes must not compare the map's size
     small = not torch.compiler.is_compiling() and rows < 2**31
     kind = torch.int32 if small else torch.int64
 
@@ -104,12 +104,12 @@ def _plan(x: Tensor, offsets: dict[int, Tensor]) -> GatherPlan:
         index = torch.stack([index, index + strides[dim]]) if dim in offsets else index + own[dim] * strides[dim]
 
     fractions = []
-    for dim, offset in sorted(offsets.items(), reverse=True):  # the axis stacked last comes first
+    for dim, offset in sorted(offsets.items(), reverse=True):  # the axis stacked last becomes the first
         exact = offset.to(torch.promote_types(x.dtype, torch.promote_types(offset.dtype, torch.float32)))
-        # beyond -1 all is zero, but the gradient at -1 is that of the right side, x[0], and a clamp may stop it
+        # values below -1 are zero, but the gradient at -1 is the right-sided one, x[0], which a clamp would stop
         position = (exact + own[dim]).clamp(-PAD, sizes[dim])
         left = position.floor()
-        whole = left.to(kind).clamp(-PAD, sizes[dim])  # again: NaN passes the first clamp
+        whole = left.to(kind).clamp(-PAD, sizes[dim])  # clamp again: NaN passes the first one
         index = torch.add(index, whole, alpha=strides[dim])
         fractions.append((position - left).unsqueeze(-1).expand(*offset.shape, channels // groups).flatten(-2))
     return GatherPlan(index, fractions)

@@ -1,1 +1,1 @@
-"""Context broadcasting: the average token added back."""
+"""Context broadcasting: add the average token back to every token."""

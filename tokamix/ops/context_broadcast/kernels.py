@@ -1,7 +1,7 @@
-"""Context broadcasting in Triton: x read twice (the second time from the cache) and written once.
+"""Context broadcasting in Triton: x is read twice (the second time from the cache) and written once.
 
-One launch where a program can sum all tokens of its channels; with many tokens, or few programs, two: partial sums
-first.
+One launch if a program can sum all tokens of its channels; with many tokens, or few programs, two launches, of which
+the first computes partial sums.
 """
 
 import torch
@@ -29,7 +29,7 @@ def _sum_tokens(p_x, o_c, first, step, N, C, stride_n, stride_c, BLOCK_N: tl.con
 
 @triton.jit
 def _scaled_mean(b_sum, p_scale, o_c, N, C, HAS_SCALE: tl.constexpr):
-    """What is added to every token, (BLOCK_C,)."""
+    """The term added to every token, (BLOCK_C,)."""
     b_mean = b_sum / N
     if HAS_SCALE:
         b_mean *= tl.load(p_scale + o_c, mask=o_c < C, other=0.0).to(tl.float32)
@@ -38,7 +38,7 @@ def _scaled_mean(b_sum, p_scale, o_c, N, C, HAS_SCALE: tl.constexpr):
 
 @triton.jit
 def _add_mean(p_x, p_out, b_mean, start, o_c, N, C, stride_n, stride_c, BLOCK_N: tl.constexpr):
-    """One block of tokens, moved half way to the mean."""
+    """Broadcast to one block of tokens: (x + term) / 2."""
     o_n = start + tl.arange(0, BLOCK_N)
     mask = (o_n < N)[:, None] & (o_c < C)[None, :]
     p = p_x + o_n[:, None].to(tl.int64) * stride_n + o_c[None, :] * stride_c

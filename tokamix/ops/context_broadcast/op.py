@@ -1,4 +1,4 @@
-"""The public context broadcasting operator, and its registration with torch.library."""
+"""Public function and operator registration of context broadcasting."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from tokamix.ops import dispatch
 from tokamix.ops.context_broadcast import reference
 
 KINDS = ("cb", "gate", "hybrid")
-MOST_TOKENS = 65_535 * 128  # programs along the last axis of a grid, times tokens of each (`kernels.BLOCK_N`)
+MAX_TOKENS = 65_535 * 128  # programs along the last axis of a grid, times tokens of each (`kernels.BLOCK_N`)
 
 
 def broadcast_context(
     x: Tensor, scale: Tensor | None = None, kind: str = "cb", class_token: bool = True, backend: str | None = None
 ) -> Tensor:
-    """Context broadcasting: every token moves half way to the average token.
+    """Context broadcasting: replace every token by its mean with the average token.
 
     Scratching Visual Transformer's Back with Uniform Attention, arXiv 2210.08457. The supplement's forms, with x_0 the
     first (class) token:
@@ -29,20 +29,20 @@ def broadcast_context(
         x: tokens (B, N, C), the class token first where there is one.
         scale: (C,) per-channel weight of the mean (CB_S). The paper does not print its form; at 1 this one is CB.
         kind: one of "cb", "gate", "hybrid".
-        class_token: whether x begins with a class token; without one, "gate" and "hybrid" do not exist.
+        class_token: whether x begins with a class token, which "gate" and "hybrid" need.
         backend: force "eager" or "triton".
     """
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r} of context broadcasting: choose one of {', '.join(KINDS)}")
     if kind != "cb" and not class_token:
-        raise ValueError(f"{kind!r} multiplies by the class token, and there is none: use kind='cb'")
+        raise ValueError(f"{kind!r} multiplies by the class token, but class_token is False: use kind='cb'")
     if x.ndim != 3:
         raise ValueError(f"broadcast_context needs tokens of shape (B, N, C), got {tuple(x.shape)}")
     if scale is not None and scale.shape != x.shape[-1:]:
         raise ValueError(f"scale must have one value per channel, ({x.shape[-1]},), got {tuple(scale.shape)}")
     limit, better = _limit(x, kind), None
     if torch.compiler.is_compiling():
-        better = "torch.compile fuses it with its neighbours, which a kernel of ours cannot"
+        better = "torch.compile fuses it with neighbouring operators"
     if dispatch.choose("broadcast_context", x, backend=backend, limit=limit, better=better) == "triton":
         broadcast = _run(x, scale)
     elif kind == "gate":
@@ -55,13 +55,13 @@ def broadcast_context(
 def _limit(x: Tensor, kind: str) -> str | None:
     if kind == "gate":
         return "a gate has no mean, and no kernel"
-    if x.shape[1] > MOST_TOKENS:
-        return f"a grid of programs holds {MOST_TOKENS:,} tokens, not {x.shape[1]:,}"
+    if x.shape[1] > MAX_TOKENS:
+        return f"{x.shape[1]:,} tokens are over {MAX_TOKENS:,}, the limit of a launch grid"
     return None
 
 
 def _run(x: Tensor, scale: Tensor | None) -> Tensor:
-    return (_Direct.apply if dispatch.unobserved(x, scale) else torch.ops.tokamix.broadcast_context)(x, scale)
+    return (_Direct.apply if dispatch.is_plain_call(x, scale) else torch.ops.tokamix.broadcast_context)(x, scale)
 
 
 @torch.library.custom_op("tokamix::broadcast_context", mutates_args=())
@@ -84,7 +84,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-    # the map from x to its broadcast is symmetric, so its transpose is itself
+    # the linear map from x to its broadcast is symmetric, so the backward pass applies it again
     return torch.ops.tokamix.broadcast_context(grad, ctx.saved_tensors[1]), _grad_scale(grad, *ctx.saved_tensors)
 
 
@@ -99,11 +99,11 @@ _broadcast_context.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _Direct(torch.autograd.Function):
-    """The registered operator without the dispatcher, whose bookkeeping takes longer than the kernel does."""
+    """The operator without the dispatcher, whose overhead is longer than the kernel's run time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | None) -> Tensor:
-        """Keep what the gradient of `scale` needs, run the kernel."""
+        """Save the inputs for the gradient of `scale`, and run the kernel."""
         from tokamix.ops.context_broadcast import kernels
 
         _setup_context(ctx, (x, scale), x)
@@ -111,5 +111,5 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Gradients of x and scale, which can be differentiated again."""
+        """Gradients of x and scale; both are differentiable."""
         return _run(grad, ctx.saved_tensors[1]), _grad_scale(grad, *ctx.saved_tensors)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 def broadcast_context(x: Tensor, scale: Tensor | None = None) -> Tensor:
     """(x_i + scale * mean) / 2 for tokens x (B, N, C)."""
-    # in float16 the sum over a few thousand tokens overflows, so the mean is taken in float32
+    # the mean is computed in float32, because in float16 a sum over a few thousand tokens overflows
     mean = x.mean(dim=1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     if scale is not None:
         mean = mean * scale

@@ -1,1 +1,1 @@
-"""Depthwise convolution of channels-last maps, with what surrounds it in the papers' blocks."""
+"""Depthwise convolution of channels-last maps, optionally with GELU before it and a residual connection."""

@@ -1,12 +1,12 @@
 """Depthwise 3x3 convolution in Triton.
 
-Bytes decide: the forward pass reads x and writes y, the whole backward pass reads the gradient and x and writes the
-gradient of x. A program owns a few rows of a map and some channels and walks along the columns; each value is loaded
-(and goes through GELU) once for all rows that share it, and what columns share stays in registers. The gradient of the
-kernels is summed within each program and then over programs, in a fixed order.
+It is limited by memory traffic: the forward pass reads x and writes y, the whole backward pass reads the gradient and x
+and writes the gradient of x. A program handles a few rows of a map and some channels and moves along the columns; each
+value is loaded (and goes through GELU) once for all rows that use it, and values shared by columns stay in registers.
+The gradient of the weights is summed within each program and then over programs, in a fixed order.
 """
 
-# Triton unrolls its loops over tuples, which grow as Python's types and idioms do not foresee.
+# Triton unrolls loops over tuples, which grow in ways that type checkers and linters do not expect.
 # mypy: disable-error-code="assignment, misc"
 # ruff: noqa: RUF005
 
@@ -23,17 +23,17 @@ INTERPRET = tl.constexpr(dispatch.INTERPRET)
 
 
 class Plan(NamedTuple):
-    """How a map is cut up: rows, channels and columns of a program, its warps, and how many programs go backward."""
+    """Launch parameters: rows, channels and columns per program, warps, and programs of the backward pass."""
 
     rows: int
     block_c: int
     columns: int
     warps: int = 1
-    programs: int = 132 * 12  # what an H200 holds at once
+    programs: int = 132 * 12  # resident at once on an H200
 
 
 def plan_forward(x: Tensor) -> Plan:
-    """Four rows; columns are split where few programs would be left."""
+    """Four rows; columns are split if there would be few programs."""
     batch, height, width, channels = x.shape
     rows, block_c, columns = 4, 64 if channels % 128 else 128, width
     programs = batch * triton.cdiv(height, rows) * triton.cdiv(channels, block_c)
@@ -43,16 +43,16 @@ def plan_forward(x: Tensor) -> Plan:
 
 
 def plan_backward(x: Tensor) -> Plan:
-    """Tiles small enough that programs, which take several each, have about equally many."""
+    """Small tiles, so that programs, which process several each, are evenly loaded."""
     return Plan(4, 64, min(x.shape[2], 28))
 
 
 @triton.jit
 def _phi(x, EXACT: tl.constexpr):
-    """The normal distribution function, with which GELU multiplies x."""
+    """The normal cumulative distribution function: GELU(x) = x phi(x)."""
     if EXACT:
         return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-    # 1 / (1 + 2^u), u an odd quintic fitted so that x phi(x) is off by 3e-5 at most; its turn beyond 5 is cut off
+    # 1 / (1 + 2^u), u an odd quintic fitted to an error of x phi(x) of at most 3e-5; x is clamped at 5, where u turns
     t = tl.minimum(x * x, 25.0)
     u = x * (-2.3011136 + t * (-0.10678258 + t * 0.00101537))
     if INTERPRET:
@@ -69,7 +69,7 @@ def _phi(x, EXACT: tl.constexpr):
 
 @triton.jit
 def _load_column(p_column, limits, stride_h, o_c, ROWS: tl.constexpr):
-    """ROWS values of one column of a map, each (BLOCK_C,), zero from each row's channel limit on."""
+    """ROWS values of one column of a map, each (BLOCK_C,), zero beyond each row's channel limit."""
     values = ()
     for r in tl.static_range(ROWS):
         values = values + (tl.load(p_column + r * stride_h, mask=o_c < limits[r], other=0.0),)
@@ -78,7 +78,7 @@ def _load_column(p_column, limits, stride_h, o_c, ROWS: tl.constexpr):
 
 @triton.jit
 def _widen(column, ROWS: tl.constexpr, GELU: tl.constexpr, EXACT: tl.constexpr):
-    """A column in float32, through GELU if asked."""
+    """A column in float32, after GELU if requested."""
     values = ()
     for r in tl.static_range(ROWS):
         value = column[r].to(tl.float32)
@@ -90,7 +90,7 @@ def _widen(column, ROWS: tl.constexpr, GELU: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def _row_limits(row, H, C, ROWS: tl.constexpr):
-    """The channels that exist in each of ROWS rows from `row` down: all C, or none outside the map."""
+    """The number of valid channels in each of ROWS rows from `row` down: C, or 0 outside the map."""
     limits = ()
     for r in tl.static_range(ROWS):
         limits = limits + (tl.where((row + r >= 0) & (row + r < H), C, 0),)
@@ -99,7 +99,7 @@ def _row_limits(row, H, C, ROWS: tl.constexpr):
 
 @triton.jit
 def _load_kernels(p_weight, o_c, m_c, RESIDUAL: tl.constexpr):
-    """The nine weights of each channel; a residual is one more at the centre."""
+    """The nine weights of each channel; a residual connection adds 1 at the centre."""
     weights = ()
     for k in tl.static_range(9):
         weight = tl.load(p_weight + o_c * 9 + k, mask=m_c, other=0.0).to(tl.float32)
@@ -111,7 +111,7 @@ def _load_kernels(p_weight, o_c, m_c, RESIDUAL: tl.constexpr):
 
 @triton.jit
 def _taps(start, x, weights, j: tl.constexpr, ROWS: tl.constexpr):
-    """Add to each row what column x gives it through column j of the kernels."""
+    """Add to each row the product of column x with column j of the weights."""
     sums = ()
     for r in tl.static_range(ROWS):
         sums = sums + (start[r] + weights[j] * x[r] + weights[j + 3] * x[r + 1] + weights[j + 6] * x[r + 2],)
@@ -133,7 +133,7 @@ def _forward_kernel(
     H,
     W,
     C,
-    COLUMNS,  # how many columns a program walks
+    COLUMNS,  # columns per program
     stride_b,
     stride_h,
     stride_w,
@@ -167,7 +167,7 @@ def _forward_kernel(
     sums = _taps(biases, x, weights, 0, ROWS)
     x = _widen(_load_column(p_column, limits, stride_h, o_c, ROWS + 2), ROWS + 2, GELU, EXACT)
     sums, sums_right = _taps(sums, x, weights, 1, ROWS), _taps(biases, x, weights, 0, ROWS)
-    # a column is under way while the one before is worked on; the last is fetched again rather than one outside
+    # a column is loaded while the previous one is processed; the last is loaded twice instead of one outside
     p_column += tl.where(first + 1 < W, stride_w, 0)
     ahead = _load_column(p_column, limits, stride_h, o_c, ROWS + 2)
     for step in range(tl.minimum(last + 1, W) - first - 1):
@@ -177,7 +177,7 @@ def _forward_kernel(
         _store_rows(p_out, _taps(sums, x, weights, 2, ROWS), limits, W * C, o_c, ROWS)
         p_out += C
         sums, sums_right = _taps(sums_right, x, weights, 1, ROWS), _taps(biases, x, weights, 0, ROWS)
-    if last == W:  # nothing comes from the right of the last column
+    if last == W:  # the last column has no right neighbour
         _store_rows(p_out, sums, limits, W * C, o_c, ROWS)
 
 
@@ -187,7 +187,7 @@ def _backward_kernel(
     p_x,  # (B, H, W, C), any strides
     p_weight,  # (C, 9)
     p_grad_x,  # (B, H, W, C), contiguous
-    p_sums,  # (programs, 10, C): what each program adds to the gradients of the kernels and of the bias
+    p_sums,  # (programs, 10, C): each program's part of the gradients of weight and bias
     TILES,  # strips of rows in all maps, times segments of columns
     H,
     W,
@@ -228,7 +228,7 @@ def _backward_kernel(
         left = _load_column(p_column - stride_gw, before, stride_gh, o_c, ROWS + 2)
         here = _load_column(p_column, limits, stride_gh, o_c, ROWS + 2)
         left, here = _widen(left, ROWS + 2, False, EXACT), _widen(here, ROWS + 2, False, EXACT)
-        # as above, columns are fetched while those before are worked on
+        # as above, a column is loaded while the previous one is processed
         after = _row_limits(row - 1, H, tl.where(first + 1 < W, C, 0), ROWS + 2)
         ahead = _load_column(p_column + stride_gw, after, stride_gh, o_c, ROWS + 2)
         p_column += 2 * stride_gw
@@ -241,7 +241,7 @@ def _backward_kernel(
             inputs = _load_column(p_in, _row_limits(row, H, C, ROWS), stride_h, o_c, ROWS)
             for r in tl.static_range(ROWS):
                 m_in, x = o_c < limits[r + 1], xs[r]
-                # the outputs that x had a part in, in the order of the weights it had there
+                # the outputs that x contributes to, in the order of its weights in them
                 around = (right[r + 2], here[r + 2], left[r + 2], right[r + 1], here[r + 1], left[r + 1])
                 around = around + (right[r], here[r], left[r])
                 z, slope = x, 1.0
@@ -309,7 +309,7 @@ def forward(
 def backward(
     grad: Tensor, x: Tensor, weight: Tensor, residual: bool, gelu: bool, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, of the kernels and of the bias."""
+    """The gradients of x, weight and bias."""
     batch, height, width, channels = x.shape
     plan = plan or plan_backward(x)
     blocks = triton.cdiv(channels, plan.block_c)

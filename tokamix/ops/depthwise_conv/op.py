@@ -1,4 +1,4 @@
-"""The public depthwise convolution and its registration."""
+"""Public function and operator registration of the depthwise convolution."""
 
 from typing import Any
 
@@ -18,15 +18,15 @@ def depthwise_conv(
     gelu: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """Convolve each channel of a map with its own kernel, zeros around the map: y = conv(z), or z + conv(z).
+    """Convolve each channel of a zero-padded map with its own kernel: y = conv(z), or z + conv(z).
 
     Args:
         x: map (B, H, W, C).
-        weight: kernels (C, 1, k, k), k odd, as torch.nn.Conv2d keeps them.
+        weight: kernels (C, 1, k, k), k odd, in the layout of torch.nn.Conv2d.
         bias: (C,).
         residual: whether z is added to its convolution.
-        gelu: z is GELU of x instead of x itself. Half precision kernels compute it to within 3e-5, below what half
-            precision resolves.
+        gelu: z is GELU(x) instead of x. Half precision kernels compute it to within 3e-5, below the resolution of half
+            precision.
         backend: "eager", "triton" or None; see `tokamix.ops.dispatch`.
     """
     if x.ndim != 4:
@@ -35,7 +35,7 @@ def depthwise_conv(
         raise ValueError(f"{x.shape[3]} channels need kernels ({x.shape[3]}, 1, odd, odd), got {tuple(weight.shape)}")
     if bias is not None and bias.shape != x.shape[3:]:
         raise ValueError(f"{x.shape[3]} channels need a bias ({x.shape[3]},), got {tuple(bias.shape)}")
-    if not residual:  # a residual stream keeps its precision, as it does outside the kernels
+    if not residual:  # the residual stream keeps its precision, as in plain PyTorch
         x = x.to(autocast_dtype(x))
     limit = None if weight.shape[2:] == (3, 3) else f"kernels are {weight.shape[2]}x{weight.shape[3]}, not 3x3"
     if dispatch.choose("depthwise_conv", x, weight, backend=backend, limit=limit) == "eager":

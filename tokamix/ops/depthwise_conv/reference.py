@@ -12,7 +12,7 @@ def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, residual: boo
     z = F.gelu(x) if gelu else x
     down, right = weight.shape[2] // 2, weight.shape[3] // 2
     exact = autocast_dtype(x) in (torch.float32, torch.float64)
-    if residual and exact:  # a one amid each kernel adds z on the way; half precision would lose the kernel beside it
+    if residual and exact:  # adding 1 at the centre of each kernel adds z; half precision would round the weights
         weight = weight + F.pad(weight.new_ones(1, 1), (right, right, down, down))
     y = F.conv2d(z.permute(0, 3, 1, 2), weight, bias, padding=(down, right), groups=weight.shape[0])
     y = y.permute(0, 2, 3, 1)
@@ -22,7 +22,7 @@ def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, residual: boo
 def depthwise_conv_backward(
     grad: Tensor, x: Tensor, weight: Tensor, residual: bool, gelu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, of the kernels and of the bias, for use where autograd does not reach."""
+    """The gradients of x, weight and bias, for use inside a custom operator, where autograd is off."""
     z, channels = F.gelu(x) if gelu else x, weight.shape[0]
     padding = [weight.shape[2] // 2, weight.shape[3] // 2]
     maps = [t.permute(0, 3, 1, 2) for t in (grad, z)]

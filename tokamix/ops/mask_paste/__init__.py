@@ -1,1 +1,1 @@
-"""Masks drawn inside boxes, put into the image."""
+"""Paste masks predicted inside boxes into the image."""

@@ -1,4 +1,4 @@
-"""Masks put into the image in Triton: the image's pixels are written once, and nothing else."""
+"""Mask pasting in Triton: each pixel of the output is written once, and no intermediate tensor."""
 
 import torch
 import triton
@@ -9,17 +9,17 @@ BLOCK_Y, BLOCK_X = 16, 128
 
 
 @triton.jit
-def _places(o, low, high, cells):
-    """Where pixels o lie between `low` and `high`: the cell before each, and how far it is to the next."""
-    place = (o + 0.5 - low) / tl.maximum(high - low, 1e-6) * cells - 0.5
-    place = tl.minimum(tl.maximum(place, -2.0), cells + 1.0)  # beyond, all is zero; and integers end
-    before = tl.floor(place)
-    return before.to(tl.int32), place - before
+def _positions(o, low, high, cells):
+    """Positions of pixels o between `low` and `high`: the cell before each, and the weight of the next one."""
+    position = (o + 0.5 - low) / tl.maximum(high - low, 1e-6) * cells - 0.5
+    position = tl.minimum(tl.maximum(position, -2.0), cells + 1.0)  # zero beyond; also avoids integer overflow
+    before = tl.floor(position)
+    return before.to(tl.int32), position - before
 
 
 @triton.jit
 def _cells(p_mask, y, x, SIDE):
-    """Values of the mask at cells y, x, zero beyond its border."""
+    """Values of the mask at cells y, x; zero outside."""
     inside = ((y >= 0) & (y < SIDE))[:, None] & ((x >= 0) & (x < SIDE))[None, :]
     return tl.load(p_mask + y[:, None] * SIDE + x[None, :], inside, 0.0).to(tl.float32)
 
@@ -40,8 +40,8 @@ def _paste_kernel(
     o_x = tl.program_id(2) * BLOCK_X + tl.arange(0, BLOCK_X)
     left, top = tl.load(p_boxes + i_n * 4), tl.load(p_boxes + i_n * 4 + 1)
     right, bottom = tl.load(p_boxes + i_n * 4 + 2), tl.load(p_boxes + i_n * 4 + 3)
-    y, f_y = _places(o_y, top, bottom, SIDE)
-    x, f_x = _places(o_x, left, right, SIDE)
+    y, f_y = _positions(o_y, top, bottom, SIDE)
+    x, f_x = _positions(o_x, left, right, SIDE)
     p_mask = p_masks + i_n * SIDE * SIDE
     f_y, f_x = f_y[:, None], f_x[None, :]
     b_above = (1 - f_x) * _cells(p_mask, y, x, SIDE) + f_x * _cells(p_mask, y, x + 1, SIDE)

@@ -1,4 +1,4 @@
-"""The public pasting of masks and its registration."""
+"""Public function and operator registration of mask pasting."""
 
 import torch
 from torch import Tensor
@@ -8,16 +8,16 @@ from tokamix.ops.mask_paste import reference
 
 
 def paste_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int], backend: str | None = None) -> Tensor:
-    """Masks drawn inside boxes, stretched to these boxes in an image, by bilinear interpolation.
+    """Resize masks to their boxes by bilinear interpolation and paste them into an image.
 
     Args:
         masks: (n, s, s), probabilities.
-        boxes: (n, 4) as left, top, right, bottom in pixels of the image.
-        size: of the image, (H, W).
+        boxes: (n, 4) as (x1, y1, x2, y2) in pixels of the image.
+        size: (H, W) of the image.
         backend: "eager", "triton" or None; see `tokamix.ops.dispatch`.
 
     Returns:
-        (n, H, W) bool, where the probability is at least one half.
+        (n, H, W) bool, True where the probability is at least 0.5.
     """
     if masks.ndim != 3 or masks.shape[1] != masks.shape[2] or boxes.shape != (len(masks), 4):
         raise ValueError(f"paste_masks needs masks (n, s, s) and boxes (n, 4), got {masks.shape} and {boxes.shape}")

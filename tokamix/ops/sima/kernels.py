@@ -4,13 +4,13 @@ With w = 1 / (|q| |k|) per channel, M = w ⊙ (kᵀ v) and P = w ⊙ (qᵀ do), 
 
     o = q M        dv = k P        dq = do Mᵀ - t ∂log|q|        dk = v Pᵀ - t ∂log|k|        t = Σ M ⊙ P / w
 
-so each pass gathers over the tokens once (products and norms) and applies small matrices to the tokens once. Where
-heads fill the machine, one program does both for its head and reads the tokens from the cache the second time; where
-tokens are many and heads few, the tokens are split: gather partial sums, combine them, apply. Nothing is added
-atomically, so results do not vary from run to run.
+so each pass reduces over the tokens once (products and norms) and applies small matrices to the tokens once. If there
+are enough heads to fill the GPU, one program does both for its head and reads the tokens from the cache the second
+time; with many tokens and few heads, the tokens are split: compute partial sums, combine them, apply. There are no
+atomics, so results are deterministic.
 
-Bytes: forward reads q, k, v and writes o; backward reads q, k, v, do and writes dq, dk, dv. Split, the second reading
-(q; q, k, v, do) comes on top.
+Bytes: forward reads q, k, v and writes o; backward reads q, k, v, do and writes dq, dk, dv. If split,
+the second read (q; q, k, v, do) is added.
 """
 
 from functools import cache, lru_cache
@@ -26,7 +26,7 @@ POWERS = {None: 0, "l1": 1, "l2": 2}
 
 @triton.jit
 def _load(p_x, o_n, left, x_n, o_d, D):
-    """A block of tokens (BLOCK_N, BLOCK_D), zero beyond the `left` tokens and D channels there are."""
+    """A block of tokens (BLOCK_N, BLOCK_D), zero beyond the `left` remaining tokens and D channels."""
     mask = (o_n < left)[:, None] & (o_d < D)[None, :]
     return tl.load(p_x + o_n[:, None] * x_n + o_d[None, :], mask=mask, other=0.0)
 
@@ -45,9 +45,9 @@ def _product(b_x, b_y, b_sum):
 
 @triton.jit
 def _power_sums(b_x, POWER: tl.constexpr, FOLD: tl.constexpr):
-    """What a block of tokens adds to each channel's norm, before the root, as FOLD sums (FOLD, BLOCK_D).
+    """The contribution of a block of tokens to each channel's norm, before the root, as FOLD sums (FOLD, BLOCK_D).
 
-    Every FOLD-th token lies in the same thread, so that a loop over blocks adds without an exchange between threads.
+    Every FOLD-th token is in the same thread, so that a loop over blocks adds without exchange between threads.
     """
     b_x = b_x.to(tl.float32)
     if POWER == 2:
@@ -66,9 +66,9 @@ def _norm(b_sum, eps, POWER: tl.constexpr):
 
 @triton.jit
 def _round(b_matrix, dtype: tl.constexpr):
-    """A small float32 matrix as tokens of `dtype` will meet it: rounded to bfloat16 or, for float16, to tf32.
+    """A small float32 matrix rounded for products with tokens of `dtype`: to bfloat16 or, for float16, to tf32.
 
-    float16 has not the range for it; tf32 has, and as many bits. Tensor cores cut those off that it lacks.
+    The range of float16 is too small; tf32 has enough range and as many bits. Tensor cores truncate the other bits.
     """
     if dtype == tl.bfloat16:
         b_matrix = b_matrix.to(tl.bfloat16).to(tl.float32)
@@ -80,7 +80,7 @@ def _round(b_matrix, dtype: tl.constexpr):
 
 @triton.jit
 def _operand(b_matrix, dtype: tl.constexpr):
-    """A rounded matrix in the type that it is multiplied in."""
+    """A rounded matrix in the dtype of the product."""
     if dtype == tl.bfloat16:
         b_matrix = b_matrix.to(tl.bfloat16)
     return b_matrix
@@ -88,7 +88,7 @@ def _operand(b_matrix, dtype: tl.constexpr):
 
 @triton.jit
 def _apply(b_x, b_matrix):
-    """Tokens x times the operand of a small matrix."""
+    """Tokens x times a small matrix."""
     if b_x.dtype == tl.float16:
         b_out = tl.dot(b_x.to(tl.float32), b_matrix, input_precision="tf32")
     else:
@@ -122,25 +122,25 @@ def _gather(
         p_q += BLOCK_N * q_n
         p_k += BLOCK_N * k_n
         p_v += BLOCK_N * k_n
-        # D > 0, but the compiler does not know, and waits for the products. Triton would else fetch the next tokens
-        # over those that tensor cores still read, where a load feeds a product and something else.
+        # D > 0 always holds, but the compiler cannot know and waits for the products. Otherwise Triton loads the next
+        # tokens over those that tensor cores still read, if a load feeds a product and something else.
         b_kv, b_qdo = tl.where(D > 0, b_kv, 0.0), tl.where(D > 0, b_qdo, 0.0)
     return b_kv, b_qdo, tl.sum(b_q_sums, axis=0), tl.sum(b_k_sums, axis=0)
 
 
 @triton.jit
 def _weigh(b_kv, b_qdo, b_q_sum, b_k_sum, eps, POWER: tl.constexpr, dtype: tl.constexpr):
-    """Sums -> M, P, and what multiplies sign(q), sign(k) (for l2: q, k) in the gradients."""
+    """Sums -> M, P, and the factors of sign(q), sign(k) (for l2: q, k) in the gradients."""
     b_q_norm, b_k_norm = _norm(b_q_sum, eps, POWER), _norm(b_k_sum, eps, POWER)
     b_m = b_kv / b_q_norm[:, None] / b_k_norm[:, None]
     b_p = b_qdo / b_q_norm[:, None] / b_k_norm[:, None]
     b_m_rounded, b_p_rounded = _round(b_m, dtype), _round(b_p, dtype)
-    # what is taken off along the norm's gradient is rounded as what it is taken off from
+    # the term subtracted for the norm's gradient is rounded like the term it is subtracted from
     b_q_slope = tl.sum(b_m_rounded * b_p, axis=1) * b_k_norm
     b_k_slope = tl.sum(b_m * b_p_rounded, axis=1) * b_q_norm
     if POWER == 2:
         b_q_slope, b_k_slope = b_q_slope / b_q_norm, b_k_slope / b_k_norm
-    # a norm held at eps does not change with its channel
+    # a norm clamped at eps has no gradient
     b_q_slope = tl.where(b_q_norm > eps, b_q_slope, 0.0)
     b_k_slope = tl.where(b_k_norm > eps, b_k_slope, 0.0)
     return b_m_rounded, b_p_rounded, b_q_slope, b_k_slope
@@ -294,7 +294,7 @@ def _gather_kernel(
 
 @triton.jit
 def _combine_kernel(
-    p_tokens,  # only their type matters
+    p_tokens,  # only their dtype is used
     p_sums,  # as above
     p_small,  # (B * H, ROWS, BLOCK_D) float32: M, and for BACKWARD the slopes of q and k, and P
     chunks, eps,
@@ -331,7 +331,7 @@ def _output_kernel(
     H, NQ, D, chunks, chunk_size,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    i = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards: the tokens gathered last are still in the cache
+    i = tl.num_programs(0) - 1 - tl.program_id(0)  # in reverse order: the last tokens are still in the cache
     i_head, start = i // chunks, i % chunks * chunk_size
     i_b, i_h, at = (i_head // H).to(tl.int64), (i_head % H).to(tl.int64), start.to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)
@@ -350,7 +350,7 @@ def _gradients_kernel(
     H, NQ, NK, D, chunks, chunk_size,
     POWER: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    i = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards, as above
+    i = tl.num_programs(0) - 1 - tl.program_id(0)  # in reverse order, as above
     i_head, start = i // chunks, i % chunks * chunk_size
     i_b, i_h, at = (i_head // H).to(tl.int64), (i_head % H).to(tl.int64), start.to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)
@@ -378,21 +378,21 @@ def _block_d(dim: int) -> int:
 
 
 class Plan(NamedTuple):
-    """How a pass is run."""
+    """Launch parameters of a pass."""
 
-    block_n: int  # tokens a step
+    block_n: int  # tokens per iteration
     warps: int
-    stages: int  # steps in flight
-    chunks: int = 1  # into how many the tokens are split; 1 is one launch
-    registers: int | None = None  # at most, per thread: fewer let more programs share a multiprocessor
+    stages: int  # pipeline stages
+    chunks: int = 1  # chunks of tokens; 1 means a single launch
+    registers: int | None = None  # maximum per thread: fewer let more programs share a multiprocessor
 
     @property
     def fold(self) -> int:
-        """Into how many sums a channel's norm is split: of 64 channels in half precision, each is one thread's."""
+        """The number of partial sums of a channel's norm: with 64 channels in half precision, each is in one thread."""
         return min(self.block_n, 4 * self.warps)
 
     def options(self, dim: int) -> dict[str, int | None]:
-        """The launch options that all kernels share."""
+        """Launch options shared by all kernels."""
         return {
             "BLOCK_N": self.block_n,
             "BLOCK_D": _block_d(dim),
@@ -415,17 +415,17 @@ def _processors(device: torch.device) -> int:
 @lru_cache
 def choose_plan(heads: int, tokens: int, dim: int, dtype: torch.dtype, device: torch.device, backward: bool) -> Plan:
     """The plan for `heads` (over the whole batch) of `tokens`, measured on an H200."""
-    if dtype == torch.float32 or dim > 64:  # what registers and shared memory hold
+    if dtype == torch.float32 or dim > 64:  # limited by registers and shared memory
         block_n, warps, stages = 32, 8, 1
     elif backward:
         block_n, warps, stages = 64, 4, 3
-    elif dim == 64 and 128 < tokens <= 256:  # three programs to a multiprocessor; one block for a head would be two
+    elif dim == 64 and 128 < tokens <= 256:  # three programs per multiprocessor; one block per head gives two
         return Plan(64, 4, 3, registers=168)
     else:
         block_n, warps, stages = min(128, max(16, triton.next_power_of_2(tokens))), 4, 1
     if tokens <= 512 or heads >= 1.5 * _processors(device):
         return Plan(block_n, warps, stages)
-    if not backward and block_n > 32:  # two programs to a multiprocessor, with many loads under way
+    if not backward and block_n > 32:  # two programs per multiprocessor, with many loads in flight
         return Plan(64, 4, 4, max(1, 2 * _processors(device) // heads))
     return Plan(block_n, warps, stages, triton.cdiv(4 * _processors(device), heads))
 
@@ -495,7 +495,7 @@ def _small_matrices(
     nk, block_d = k.shape[1], _block_d(dim)
     chunks, size = plan.split(max(nq, nk))
     rows = 2 * block_d + 2 if backward else block_d + 2
-    # the partial sums of the chunks and, behind them, what they combine to
+    # the partial sums of the chunks, followed by their combination
     buffer = torch.empty((chunks + 1, batch * heads, rows, block_d), device=q.device, dtype=torch.float32)
     small = buffer[chunks]
     _gather_kernel[(batch * heads * chunks,)](

@@ -1,4 +1,4 @@
-"""The public SimA operators, and their registration with torch.library."""
+"""Public functions and operator registration of SimA attention."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,22 +25,22 @@ def sima_attention(
     """SimA attention: q^ k^ᵀ v, where each channel of q and of k is divided by its l1 norm over the tokens.
 
     SimA: Simple Softmax-free Attention for Vision Transformers, arXiv 2206.08898. No exp, no scale. Norms are
-    accumulated in float32, and half precision keeps its accuracy at any token count. A channel that is zero on all
+    accumulated in float32, so half precision keeps its accuracy at any token count. A channel that is zero on all
     tokens gives zero (and the gradient of a division by eps). The paper chooses the order of multiplication from N and
-    the model's width; per head it is the head's width that counts.
+    the model's width; per head, the head's width decides.
 
     Args:
         q: queries (B, H, Nq, D).
         k: keys (B, H, Nk, D).
         v: values (B, H, Nk, D).
         norm: "l1", or the paper's ablations "l2" and None.
-        order: "linear" q (kᵀ v), "quadratic" (q kᵀ) v; None takes the cheaper one, and always "linear" while compiling
-            or exporting, where a choice would bind the graph to a range of sizes.
-        eps: norms are at least this.
+        order: "linear" q (kᵀ v), "quadratic" (q kᵀ) v; None is the cheaper one, and always "linear" while compiling
+            or exporting, where a choice would specialise the graph to a range of sizes.
+        eps: lower bound of the norms.
         backend: force "eager" or "triton".
 
     Returns:
-        (B, H, Nq, D). From the kernels its memory is (B, Nq, H, D), ready for the projection that follows.
+        (B, H, Nq, D). The kernels return memory in the order (B, Nq, H, D), for the projection that follows.
     """
     _check_options(norm, order, eps)
     if q.ndim != 4 or k.shape != v.shape or (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
@@ -51,7 +51,7 @@ def sima_attention(
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must share one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; cast them first")
     if dispatch.choose("sima_attention", q, k, v, backend=backend, limit=_limit(q, order)) == "triton":
-        run = _Direct.apply if dispatch.unobserved(q, k, v) else torch.ops.tokamix.sima_attention
+        run = _Direct.apply if dispatch.is_plain_call(q, k, v) else torch.ops.tokamix.sima_attention
         return run(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), norm, eps).transpose(1, 2)
     return reference.sima_attention(q, k, v, norm, order or _cheaper_order(q, k), eps)
 
@@ -59,14 +59,14 @@ def sima_attention(
 def sima_self_attention(
     qkv: Tensor, norm: str | None = "l1", order: str | None = None, eps: float = 1e-12, backend: str | None = None
 ) -> Tensor:
-    """`sima_attention` on q, k and v as one Linear leaves them, without a copy on the way in, out or back.
+    """`sima_attention` on the output of one Linear layer for q, k and v; the kernels make no copies.
 
     Args:
         qkv: (B, N, 3, H, D).
-        norm: see `sima_attention`, as the other arguments.
-        order: see there.
-        eps: see there.
-        backend: see there.
+        norm: see `sima_attention`.
+        order: see `sima_attention`.
+        eps: see `sima_attention`.
+        backend: see `sima_attention`.
 
     Returns:
         Tokens (B, N, H * D).
@@ -75,7 +75,7 @@ def sima_self_attention(
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ValueError(f"sima_self_attention needs qkv of shape (B, N, 3, H, D), got {tuple(qkv.shape)}")
     if dispatch.choose("sima_self_attention", qkv, backend=backend, limit=_limit(qkv, order)) == "triton":
-        run = _Direct.apply if dispatch.unobserved(qkv) else torch.ops.tokamix.sima_self_attention
+        run = _Direct.apply if dispatch.is_plain_call(qkv) else torch.ops.tokamix.sima_self_attention
         return run(qkv, norm, eps).flatten(2)
     q, k, v = qkv.transpose(1, 3).unbind(2)  # (B, H, N, D) each
     out = reference.sima_attention(q, k, v, norm, order or _cheaper_order(q, k), eps)
@@ -83,9 +83,9 @@ def sima_self_attention(
 
 
 def sima_class_attention(q: Tensor, k: Tensor, v: Tensor, norm: str | None = "l1", eps: float = 1e-6) -> Tensor:
-    """The first row of `sima_attention`: what the class token gathers; (B, H, N, D) each -> (B, H, 1, D).
+    """The first row of `sima_attention`, for the class token; (B, H, N, D) each -> (B, H, 1, D).
 
-    The query's norm is taken over all the tokens, so the other queries are needed too.
+    The queries' norm is over all tokens, so the other queries are needed too.
     """
     _check_options(norm, None, eps)
     return reference.sima_class_attention(q, k, v, norm, eps)
@@ -114,8 +114,8 @@ def _limit(x: Tensor, order: str | None) -> str | None:
     return f"head dim {x.shape[-1]} is over {widest} in {x.dtype}" if x.shape[-1] > widest else None
 
 
-# The registered operators keep tokens before heads, (B, N, H, D), as the Linear layers around them do. The backward
-# pass starts from q, k and v alone: the small matrices cost less to compute again than to keep.
+# The registered operators use the layout (B, N, H, D) of the Linear layers around them. The backward pass starts from
+# q, k and v: recomputing the small matrices is cheaper than storing them.
 
 
 @torch.library.custom_op("tokamix::sima_attention", mutates_args=())
@@ -184,14 +184,14 @@ _self_attention.register_autograd(_differentiate_self, setup_context=_keep_input
 
 
 class _Direct(torch.autograd.Function):
-    """The registered operators without the dispatcher, whose bookkeeping takes longer than the kernels do.
+    """The operators without the dispatcher, whose overhead is longer than the kernels' run time.
 
-    Takes (q, k, v, norm, eps) or (qkv, norm, eps).
+    Arguments are (q, k, v, norm, eps) or (qkv, norm, eps).
     """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        """Keep the inputs, run the kernels."""
+        """Save the inputs and run the kernels."""
         *tensors, ctx.norm, ctx.eps = inputs
         ctx.save_for_backward(*tensors)
         q, k, v = tensors[0].unbind(2) if len(tensors) == 1 else tensors
@@ -201,8 +201,8 @@ class _Direct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the tensors."""
         tensors = ctx.saved_tensors
-        if torch.is_grad_enabled() or not dispatch.unobserved(grad):
-            # to be differentiated again, which the registered operators say they cannot be
+        if torch.is_grad_enabled() or not dispatch.is_plain_call(grad):
+            # double backward: the registered operators raise the error
             return _differentiate_self(ctx, grad) if len(tensors) == 1 else _differentiate(ctx, grad)
         grads = [x.new_empty(x.shape) for x in tensors]
         inputs, outputs = (x[0].unbind(2) if len(tensors) == 1 else x for x in (tensors, grads))

@@ -1,7 +1,7 @@
 """SimA attention in plain PyTorch.
 
-The norms are per channel, so they leave the products: with w = 1 / (|q| |k|), q^ k^ᵀ v = q (w ⊙ (kᵀ v)). No normalised
-copy of q or k is made, and w meets either a small matrix or one operand.
+The norms are per channel, so they factor out of the products: with w = 1 / (|q| |k|), q^ k^ᵀ v = q (w ⊙ (kᵀ v)). No
+normalised copy of q or k is made; w multiplies either a small matrix or one operand.
 """
 
 import torch
@@ -27,10 +27,10 @@ def sima_attention(q: Tensor, k: Tensor, v: Tensor, norm: str | None, order: str
 def sima_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, norm: str | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `sima_attention` in the linear order, written out: what the kernels compute.
+    """Gradients of `sima_attention` in the linear order, by the formulas of the kernels.
 
-    With M = w ⊙ (kᵀ v) and P = w ⊙ (qᵀ grad): dv = k P, and dq = grad Mᵀ, dk = v Pᵀ but for the norms, each of which
-    takes t = Σ M ⊙ P per channel off along its own gradient.
+    With M = w ⊙ (kᵀ v) and P = w ⊙ (qᵀ grad): dv = k P, and dq = grad Mᵀ, dk = v Pᵀ apart from the norms, each of
+    which subtracts t = Σ M ⊙ P per channel times its own gradient.
     """
     dtype = q.dtype
     grad, q, k, v = (_widen(x) for x in (grad, q, k, v))
@@ -43,17 +43,17 @@ def sima_attention_backward(
 
 
 def sima_class_attention(q: Tensor, k: Tensor, v: Tensor, norm: str | None, eps: float) -> Tensor:
-    """Attend from the first token alone; q, k, v (B, H, N, D) -> (B, H, 1, D)."""
+    """Attend from the first token only; q, k, v (B, H, N, D) -> (B, H, 1, D)."""
     with no_autocast(q):
         dtype = q.dtype
         q, k, v = (_widen(x) for x in (q, k, v))
-        weight = channel_weight(q, k, norm, eps)  # from all the queries, though only one attends
+        weight = channel_weight(q, k, norm, eps)  # from all queries, although only one attends
         attention = (q[:, :, :1] * weight * k).sum(-1)  # (B, H, N)
         return (attention.to(v.dtype).unsqueeze(-2) @ v).to(dtype)
 
 
 def channel_weight(q: Tensor, k: Tensor, norm: str | None, eps: float) -> Tensor:
-    """1 / (|q| |k|) per channel over the tokens, (B, H, 1, D), at least in float32."""
+    """1 / (|q| |k|) per channel over the tokens, (B, H, 1, D), in float32 or wider."""
     return _channel_norm(q, norm, eps).reciprocal() * _channel_norm(k, norm, eps).reciprocal()
 
 
@@ -67,7 +67,7 @@ def _channel_norm(x: Tensor, norm: str | None, eps: float) -> Tensor:
 
 
 def _widen(x: Tensor) -> Tensor:
-    """float16 computes in float32: kᵀ v passes its range, and 1 / |q| falls below it. bfloat16 has float32's range."""
+    """float32 for float16, whose range kᵀ v exceeds and 1 / |q| falls below; bfloat16 has the range of float32."""
     return x.float() if x.dtype == torch.float16 else x
 
 

@@ -1,9 +1,9 @@
 """Super token sampling and scattering in Triton.
 
-Bytes decide: sampling reads x twice (averages; association and sums) and writes nine partial sums per cell, which a
-small third kernel adds up; scattering writes the map once. A program owns one cell, whose tokens see nine super tokens.
-The gradient of scattering is sampling's sum with a given association, the gradient of sampling is scattering, so the
-same kernels serve both ways, without atomics.
+Both are limited by memory traffic: sampling reads x twice (averages; association and sums) and writes nine partial sums
+per cell, which a small third kernel adds up; scattering writes the map once. A program handles one cell, whose tokens
+are associated with nine super tokens. The gradient of scattering is sampling's sum with a given association, the
+gradient of sampling is scattering, so the same kernels serve both passes, without atomics.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from tokamix.ops.super_token.reference import EPS, Cell, grid_of
 
 @triton.jit
 def _cell_pixels(start, i_y, i_x, H, W, CELL_H: tl.constexpr, CELL_W: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Rows and columns of BLOCK_P tokens of a cell from its `start`-th on; which are in the cell, which in the map."""
+    """Rows and columns of BLOCK_P tokens of a cell from token `start` on, and masks of the cell and the map."""
     o_p = start + tl.arange(0, BLOCK_P)
     o_y, o_x = i_y * CELL_H + o_p // CELL_W, i_x * CELL_W + o_p % CELL_W
     m_cell = o_p < CELL_H * CELL_W
@@ -27,7 +27,7 @@ def _cell_pixels(start, i_y, i_x, H, W, CELL_H: tl.constexpr, CELL_W: tl.constex
 
 @triton.jit
 def _neighbours(i_b, i_y, i_x, P, Q):
-    """Indices of the nine super tokens around a cell, padded to sixteen, and which of them exist."""
+    """Indices of the nine super tokens around a cell, padded to sixteen, and their mask."""
     o_k = tl.arange(0, 16)
     o_y, o_x = i_y + o_k // 3 - 1, i_x + o_k % 3 - 1
     inside = (o_k < 9) & (o_y >= 0) & (o_y < P) & (o_x >= 0) & (o_x < Q)
@@ -66,10 +66,10 @@ def _mean_kernel(
 @triton.jit
 def _gather_kernel(
     p_x,  # (B, H, W, C), any strides
-    p_tokens,  # (B, P, Q, C), float32: what to associate with
+    p_tokens,  # (B, P, Q, C), float32: super tokens of the previous iteration
     p_association,  # (B, H, W, 9), contiguous: written if ASSOCIATE, else read
-    p_parts,  # (B, P, Q, 9, C): what each cell gives to the nine around it
-    p_weights,  # (B, P, Q, 9), float32: the weights in each part
+    p_parts,  # (B, P, Q, 9, C): contributions of each cell to the nine super tokens around it
+    p_weights,  # (B, P, Q, 9), float32: the weight of each contribution
     H,
     W,
     P,
@@ -95,7 +95,7 @@ def _gather_kernel(
         o_t, m_t = _neighbours(i_b, i_y, i_x, P, Q)
         mask = m_t[:, None] & (o_c < C)[None, :]
         b_t = tl.load(p_tokens + o_t[:, None] * C + o_c[None, :], mask=mask, other=0.0) * scale
-        # in half precision the super tokens go in two terms: rounded once, they would cost the logits half their digits
+        # in half precision super tokens are split into two terms: with one, the logits would lose half their digits
         b_high = b_t.to(dtype)
         b_low = (b_t - b_high.to(tl.float32)).to(dtype)
     b_parts = tl.zeros((16, BLOCK_C), tl.float32)
@@ -114,7 +114,7 @@ def _gather_kernel(
             b_a = tl.exp(b_logits - tl.max(b_logits, axis=1)[:, None])
             b_a = tl.where(m_cell[:, None], b_a / tl.sum(b_a, axis=1)[:, None], 0.0).to(dtype)
             tl.store(p_a, b_a, mask=m_a)
-            b_weights += tl.sum(b_a.to(tl.float32), axis=0)  # of the rounded values, so that means stay means
+            b_weights += tl.sum(b_a.to(tl.float32), axis=0)  # rounded, so that weights sum to 1
         else:
             b_a = tl.load(p_a, mask=m_a, other=0.0)
         b_parts = tl.dot(tl.trans(b_a), b_x, b_parts, input_precision=PRECISION)
@@ -144,7 +144,9 @@ def _combine_kernel(
     o_y, o_x = o_t // Q % P, o_t % Q
     b_sum = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     b_weight = tl.zeros((BLOCK_T,), tl.float32)
-    for k in tl.static_range(9):  # the k-th part of a cell goes to its k-th neighbour, so it comes from the other side
+    for k in tl.static_range(
+        9
+    ):  # the k-th contribution of a cell goes to its k-th neighbour, so it is read from the opposite side
         d_y, d_x = 1 - k // 3, 1 - k % 3
         inside = (o_t < TOKENS) & (o_y + d_y >= 0) & (o_y + d_y < P) & (o_x + d_x >= 0) & (o_x + d_x < Q)
         o_part = (o_t + d_y * Q + d_x) * 9 + k
@@ -164,7 +166,7 @@ def _combine_kernel(
 def _scatter_kernel(
     p_tokens,  # (B, P, Q, C), contiguous
     p_association,  # (B, H, W, 9), contiguous
-    p_weight,  # (B, P, Q), float32: what each super token's share is divided by, if DIVIDE
+    p_weight,  # (B, P, Q), float32: divisor of each super token, if DIVIDE
     p_out,  # (B, H, W, C), contiguous
     H,
     W,
@@ -183,7 +185,7 @@ def _scatter_kernel(
     o_c, o_k = tl.arange(0, BLOCK_C), tl.arange(0, 16)
     o_t, m_t = _neighbours(i_b, i_y, i_x, P, Q)
     b_t = tl.load(p_tokens + o_t[:, None] * C + o_c[None, :], mask=m_t[:, None] & (o_c < C)[None, :], other=0.0)
-    if DIVIDE:  # the association, not the gradient: a share is at most 1, a gradient over a small weight may overflow
+    if DIVIDE:  # divide the association, which is at most 1: a gradient divided by a small weight may overflow
         b_weight = tl.load(p_weight + o_t, mask=m_t, other=1.0)
     for start in range(0, CELL_H * CELL_W, BLOCK_P):
         o_y, o_x, _, m_map = _cell_pixels(start, i_y, i_x, H, W, CELL_H, CELL_W, BLOCK_P)
@@ -198,14 +200,14 @@ def _scatter_kernel(
 
 
 class Plan(NamedTuple):
-    """Tokens that a program holds at once, and its warps."""
+    """Launch parameters: tokens per iteration of a program, and warps."""
 
     block_p: int
     warps: int
 
 
 def plan_for(channels: int, cell: Cell) -> Plan:
-    """All channels at once, and as many tokens of a cell as registers hold."""
+    """All channels at once, and as many tokens of a cell as fit in registers."""
     block_c = triton.next_power_of_2(channels)
     block_p = max(16, min(triton.next_power_of_2(cell[0] * cell[1]), 8192 // block_c))
     return Plan(block_p, max(1, min(8, block_p * block_c // 1024)))
@@ -259,9 +261,12 @@ def scatter_backward(grad: Tensor, association: Tensor, cell: Cell, plan: Plan |
 def gather(
     x: Tensor, association: Tensor, cell: Cell, tokens: Tensor | None, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What each cell of x gives to the nine around it and with how much weight; `tokens` are associated with first."""
+    """Contributions of each cell of x to the nine super tokens around it, and their weights.
+
+    With `tokens`, the association is computed first, otherwise read.
+    """
     (p, q), (batch, height, width, channels) = grid_of(x, cell), x.shape
-    # sums of a cell's tokens, which float16 could not hold
+    # float32, because sums of a cell's tokens overflow float16
     dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     parts = torch.empty(batch, p, q, 9, channels, device=x.device, dtype=dtype)
     weights = torch.empty(batch, p, q, 9, device=x.device, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Super token sampling and its way back in plain PyTorch."""
+"""Super token sampling and scattering in plain PyTorch."""
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ Cell = tuple[int, int]
 
 def sample(x: Tensor, cell: Cell, n_iter: int) -> tuple[Tensor, Tensor, Tensor]:
     """Super tokens, association and weight sums (B, p, q, 1) of x; see `tokamix.ops.super_token_sample`."""
-    # logits overflow float16, sums of tokens too, so half precision is sampled in float32, inside autocast as well
+    # logits and sums of tokens overflow float16, so half precision is sampled in float32, also under autocast
     with no_autocast(x):
         cells = to_cells(x, cell).to(torch.promote_types(x.dtype, torch.float32))
         fixed = cells.detach()  # only the last aggregation is differentiated
@@ -53,38 +53,38 @@ def scatter_backward(grad: Tensor, association: Tensor, cell: Cell) -> Tensor:
 
 
 def grid_of(x: Tensor, cell: Cell) -> Cell:
-    """How many cells (p, q) cover the map x (B, H, W, C)."""
+    """The number of cells (p, q) that cover the map x (B, H, W, C)."""
     return (x.shape[1] + cell[0] - 1) // cell[0], (x.shape[2] + cell[1] - 1) // cell[1]
 
 
 def to_cells(x: Tensor, cell: Cell) -> Tensor:
-    """Cut x (B, H, W, C) into cells (B, p, q, h*w, C), zeros filling the last row and column of cells."""
+    """Cut x (B, H, W, C) into cells (B, p, q, h*w, C), with zeros in incomplete cells at the right and bottom."""
     p, q = grid_of(x, cell)
     pad_h, pad_w = p * cell[0] - x.shape[1], q * cell[1] - x.shape[2]
-    # while compiling always: a branch would tie the graph to divisible sizes, and padding by nothing is free there
+    # always while compiling: a branch would specialise the graph to divisible sizes, and empty padding is free there
     if torch.compiler.is_compiling() or pad_h or pad_w:
         x = F.pad(x, (0, 0, 0, pad_w, 0, pad_h))
     return x.unflatten(2, (q, cell[1])).unflatten(1, (p, cell[0])).transpose(2, 3).flatten(3, 4)
 
 
 def from_cells(cells: Tensor, cell: Cell, height: int, width: int) -> Tensor:
-    """Put cells (B, p, q, h*w, C) back together and crop their map to (B, H, W, C)."""
+    """Join cells (B, p, q, h*w, C) to a map and crop it to (B, H, W, C)."""
     x = cells.unflatten(3, cell).transpose(2, 3).flatten(3, 4).flatten(1, 2)
-    if torch.compiler.is_compiling():  # a slice is contiguous at some sizes only, which would tie the graph to them
+    if torch.compiler.is_compiling():  # a slice is contiguous at some sizes only, which specialises graphs
         return F.pad(x, (0, 0, 0, width - x.shape[2], 0, height - x.shape[1]))
     return x[:, :height, :width]
 
 
 def around(tokens: Tensor) -> Tensor:
     """The 3x3 super tokens around each cell: (B, p, q, C) -> (B, p, q, 9, C), zero vectors beyond the border."""
-    for _ in range(2):  # rows, then columns: the axis in question is the third last both times
+    for _ in range(2):  # rows, then columns: the axis is the third last both times
         n, padded = tokens.shape[-3], F.pad(tokens, (0, 0, 0, 0, 1, 1))
         tokens = torch.stack([padded.narrow(-3, i, n) for i in range(3)], dim=-2)
     return tokens.flatten(3, 4)
 
 
 def to_super_tokens(parts: Tensor) -> Tensor:
-    """Add up what each cell gives to the nine around it: (B, p, q, 9, C) -> (B, p, q, C); the adjoint of `around`."""
+    """Sum the cells' contributions to super tokens: (B, p, q, 9, C) -> (B, p, q, C); the adjoint of `around`."""
     parts = parts.unflatten(3, (3, 3))
     for _ in range(2):  # columns, then rows
         n, padded = parts.shape[-4], F.pad(parts, (0, 0, 0, 0, 0, 0, 1, 1))

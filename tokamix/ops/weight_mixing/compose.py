@@ -1,4 +1,4 @@
-"""Policies times the bank give logits, and back: for one source the logits of all pairs are one matrix product."""
+"""Kernels for logits = policies x bank and its gradients; for one source the logits of all pairs are one product."""
 
 import triton
 import triton.language as tl
@@ -33,7 +33,7 @@ def _policy_offsets(
     WIN_H: tl.constexpr,
     WIN_W: tl.constexpr,
 ):
-    """Where the policies (BLOCK_K, BLOCK_P) of source i_n lie in (B, H*W, K, HEADS); heads run along the last axis."""
+    """Offsets of the policies (BLOCK_K, BLOCK_P) of source i_n in (B, H*W, K, HEADS)."""
     i_h, i_w = o_p % HEADS, o_p // HEADS % windows
     token, _ = locate(i_w, i_n, height, width, shift_y, shift_x, WIN_W, WIN_H)
     token += (o_p // HEADS // windows) * (height * width)
@@ -61,7 +61,7 @@ def compose_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The logits of one source, for a share of the pairs and some of the destinations."""
+    """The logits of one source, for a part of the pairs and of the destinations."""
     N: tl.constexpr = WIN_H * WIN_W
     i_n = tl.program_id(0)
     o_k, o_m = tl.arange(0, BLOCK_K), tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)

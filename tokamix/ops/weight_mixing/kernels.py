@@ -1,14 +1,14 @@
 """Adaptive weight mixing in Triton.
 
 For one source the logits of all heads of all windows are one matrix product, policies (windows * heads, K) times the
-bank's row (K, destinations): tensor cores want the source outermost. Softmax and the product with the values want a
-window and a head outermost. The change of order goes through memory once, in the inputs' precision: `logits`
+bank's row (K, destinations), so the source is the outermost loop. For softmax and the product with the values, a window
+and a head are outermost. The change of order goes through memory once, in the inputs' precision: `logits`
 (pairs, N, PITCH), where a pair is a window and a head, N its tokens, and PITCH is N rounded up to whole vectors.
-Written and read that is 4 N^2 bytes a pair in half precision. It is scratch: the backward pass computes it again, turns
-it into its own gradient in place, and reads that once more for policy and bank. There are no atomics: every result is
-deterministic.
+Writing and reading it takes 4 N^2 bytes per pair in half precision. It is scratch memory: the backward pass recomputes
+it, replaces it by its gradient in place, and reads that once more for policy and bank. There are no atomics: results
+are deterministic.
 
-Windows, shifts and heads are found by address; maps are neither rolled nor cut.
+Windows, shifts and heads are resolved by address; maps are neither rolled nor cut.
 """
 
 from collections.abc import Iterator
@@ -22,9 +22,9 @@ from tokamix.ops.weight_mixing.mix import mix_backward_kernel, mix_backward_tile
 
 Pair = tuple[int, int]
 VECTOR = 8  # elements of a 16-byte access in half precision
-MAX_BLOCK = 256  # destinations a program takes at once
+MAX_BLOCK = 256  # destinations per program
 TILE = 64  # sources and destinations of a tile
-SCRATCH_BYTES = 2**30  # larger batches are worked off in parts
+SCRATCH_BYTES = 2**30  # larger batches are processed in parts
 
 
 def forward(
@@ -39,7 +39,7 @@ def forward(
     activation: str,
 ) -> Tensor:
     """Mixed values (B, N, heads, d); under softmax the logarithms of its sums are written to sums (pairs, h*w)."""
-    v, policy, bank = v.contiguous(), policy.contiguous(), bank.contiguous()  # as Linear layers leave them already
+    v, policy, bank = v.contiguous(), policy.contiguous(), bank.contiguous()  # no copy for outputs of Linear layers
     plan = Plan(v, bank, grid, window, shift, shift_mask, activation)
     out = torch.empty_like(v)
     for images, pairs, logits in plan.parts():
@@ -92,7 +92,7 @@ class Plan:
 
         self.block_d = max(16, triton.next_power_of_2(self.dim))
         self.block_k = max(16, triton.next_power_of_2(self.entries))
-        half = self.dtype.itemsize == 2  # float32 is multiplied without tensor cores, from half as many registers
+        half = self.dtype.itemsize == 2  # float32 products do not use tensor cores and need smaller blocks
         most = min(MAX_BLOCK, 16384 // self.block_d) if half else 64
         self.block_all = min(most, max(16, triton.next_power_of_2(self.tokens)))
         # all sources of a few destinations at once: softmax needs one pass and little exchange between warps; a small
@@ -108,14 +108,14 @@ class Plan:
         self.compose_p = self.compose_backward_p = 64 if half else 32
         self.compose_warps = self.compose_backward_warps = 4 if half and self.compose_m * self.block_k <= 4096 else 8
         self.compose_programs, self.compose_backward_programs = 2048, 512
-        # with masks and wider heads tiles need more registers than there are
+        # with masks or wider heads, tiles exceed the registers
         fits = self.dim <= 32 and TILE < self.tokens <= MAX_BLOCK
         self.tiled = half and fits and self.activation == (False, "softmax")
         if self.tiled:
             self.compose_programs = 4 * self.tokens
 
     def parts(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Images, their pairs, and scratch for the pairs' logits, as many at a time as the scratch may hold."""
+        """Parts of the batch: images, their pairs, and scratch memory for the pairs' logits."""
         size = self.tokens * self.pitch
         pairs = self.windows * self.heads
         images = max(1, SCRATCH_BYTES // (pairs * size * self.dtype.itemsize))
@@ -183,7 +183,7 @@ class Plan:
         return TILE, max(16, triton.next_power_of_2(rest)) if rest else 0, self.block_all, self.block_d
 
     def _compose_launch(self, pairs: int, block: int, programs: int) -> tuple[int, int, int]:
-        """One program for each source, part of the destinations and share of the pairs; enough to fill a GPU."""
+        """One program per source, part of the destinations and part of the pairs; enough to fill a GPU."""
         parts = triton.cdiv(self.tokens, self.compose_m)
         return self.tokens, parts, min(triton.cdiv(pairs, block), triton.cdiv(programs, self.tokens * parts))
 

@@ -1,6 +1,6 @@
-"""Logits times values give mixed tokens, and back: one pair, a window and a head, at a time."""
+"""Kernels for mixed tokens = activation(logits) x values and its gradients, per pair of a window and a head."""
 
-# Triton unrolls its loops over tuples, which grow as Python's types and idioms do not foresee.
+# Triton unrolls loops over tuples, which grow in ways that type checkers and linters do not expect.
 # mypy: disable-error-code="assignment, misc"
 # ruff: noqa: RUF005
 
@@ -34,9 +34,9 @@ def mix_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Some destinations of a pair."""
+    """Mix a block of destinations of a pair."""
     N: tl.constexpr = WIN_H * WIN_W
-    # backwards: what the previous kernel wrote last is still in the cache
+    # in reverse order: the last output of the previous kernel is still in the cache
     i_p = tl.num_programs(0) - 1 - tl.program_id(0)
     i_h, i_w, i_b = i_p % HEADS, i_p // HEADS % windows, (i_p // HEADS // windows).to(tl.int64)
     i_p = i_p.to(tl.int64)
@@ -59,7 +59,7 @@ def mix_kernel(
             if MASKED:
                 b_w = tl.where(valid, b_w, float("-inf"))
             b_top = tl.maximum(b_max, tl.max(b_w, axis=0))
-            b_safe = tl.where(b_top == float("-inf"), 0.0, b_top) * LOG2_E  # no source allowed yet
+            b_safe = tl.where(b_top == float("-inf"), 0.0, b_top) * LOG2_E  # all sources so far are masked
             b_w = tl.exp2(b_w * LOG2_E - b_safe[None, :])
             b_scale = tl.exp2(b_max * LOG2_E - b_safe)
             b_sum = b_sum * b_scale + tl.sum(b_w, axis=0)
@@ -114,7 +114,7 @@ def _mix_tile(
     p_logits, p_out, p_lse, values, o_m, dst, o_d, D, N: tl.constexpr, HEADS: tl.constexpr, PITCH: tl.constexpr,
     INSIDE: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Mix the destinations o_m from all sources: blocks of BLOCK, and one of REST for those left over."""
+    """Mix the destinations o_m from all sources: blocks of BLOCK, and one of REST for the remainder."""
     BLOCKS: tl.constexpr = N // BLOCK if N > BLOCK else 1
     PIECES: tl.constexpr = BLOCKS + 1 if REST > 0 else BLOCKS
     logits = ()
@@ -135,7 +135,7 @@ def _mix_tile(
     for i in tl.static_range(PIECES):
         b_w = tl.trans(tl.exp2(logits[i] * LOG2_E - b_max[None, :]).to(values[i].dtype))
         b_out = tl.dot(b_w, values[i], b_out)
-        # the sum of the weights is a product too: tensor cores are idle
+        # the sum of the weights is a product too, on otherwise idle tensor cores
         b_sum = tl.dot(b_w, tl.full(values[i].shape, 1.0, tl.float32).to(b_w.dtype), b_sum)
     b_total = tl.max(b_sum, axis=1)  # all columns are equal
     if not INSIDE:
@@ -174,7 +174,7 @@ def mix_tiles_kernel(
     """
     N: tl.constexpr = WIN_H * WIN_W
     BLOCKS: tl.constexpr = N // BLOCK
-    # backwards: what the previous kernel wrote last is still in the cache
+    # in reverse order: the last output of the previous kernel is still in the cache
     i_p = tl.num_programs(0) - 1 - tl.program_id(0)
     i_h, i_w, i_b = i_p % HEADS, i_p // HEADS % windows, (i_p // HEADS // windows).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)
@@ -259,7 +259,7 @@ def mix_backward_kernel(
         if MASKED:
             allowed &= side_src[:, None] == side_dst[None, :]
         b_w = tl.where(allowed, b_w, 0.0)
-        # first, as nothing waits for it: the wait for the other product covers both. Triton would else fetch the
+        # first, because nothing waits for it: the wait for the other product covers both. Otherwise Triton loads the
         # next gradients over those that tensor cores still read.
         b_grad_v = tl.dot(b_w.to(b_grad.dtype), b_grad, b_grad_v, input_precision="ieee")
         b_slope = tl.dot(b_v, tl.trans(b_grad), input_precision="ieee")

@@ -1,4 +1,4 @@
-"""The public adaptive weight mixing operator, and its registration with torch.library."""
+"""Public functions and operator registration of adaptive weight mixing."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -38,7 +38,7 @@ def bank_mixing(
         out[dst, head] = sum_src weights[src, dst, head] * v[src, head]
 
     A shift moves the windows cyclically, as in Swin; windows at the border then hold tokens from opposite sides of the
-    map, which do not mix (the authors' code prepares that mask and does not use it: `shift_mask=False`).
+    map, which do not mix (the authors' code prepares this mask but does not use it: `shift_mask=False`).
 
     Args:
         v: values (B, N, heads, d) of a grid of N = H*W tokens, row by row.
@@ -48,8 +48,8 @@ def bank_mixing(
             (source, destination).
         grid: (H, W).
         window: (h, w), which divides the grid; None for the whole grid.
-        shift: (rows, columns) by which the windows lie further down and right.
-        shift_mask: keep tokens from opposite borders of the map apart.
+        shift: (rows, columns) by which the windows are shifted down and right.
+        shift_mask: do not mix tokens from opposite borders of the map.
         activation: "softmax", "identity", "l2", "sigmoid" or "layernorm" (without parameters), over sources.
         backend: force "eager" or "triton".
 
@@ -75,7 +75,7 @@ def bank_mixing_weights(
     shift_mask: bool = True,
     activation: str = "softmax",
 ) -> Tensor:
-    """The weights `bank_mixing` mixes with, (B, windows, heads, sources, destinations), to look at.
+    """The weights of `bank_mixing`, (B, windows, heads, sources, destinations), for visualisation.
 
     Without a policy they do not depend on tokens, and B and windows are 1.
     """
@@ -102,7 +102,7 @@ def _check(
     if bank.shape[1:] not in ((relative,), (pairs, pairs)):
         raise ValueError(
             f"a bank for window {window} has shape (K, {relative}) or (K, {pairs}, {pairs}), got {tuple(bank.shape)};"
-            " tokamix.ops.resize_bank fits one to another window"
+            " tokamix.ops.resize_bank resizes it to another window"
         )
     if v is None:
         return
@@ -190,7 +190,7 @@ def _bank_mixing_backward(
     def mix(v: Tensor, policy: Tensor, bank: Tensor) -> Tensor:
         return reference.bank_mixing(v, policy, bank, *options)
 
-    # torch.func differentiates here too, where autograd itself is switched off
+    # torch.func differentiates here too, although autograd is off
     grads = torch.func.vjp(mix, v, policy, bank)[1](grad)
     return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
 
@@ -226,7 +226,7 @@ _bank_mixing.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _empty_sums(v: Tensor, window: Sequence[int], activation: str) -> Tensor:
-    """Room for one sum for each pair of a window and a head, and token: (pairs, h*w); none where none is saved."""
+    """An empty tensor for the softmax sums (pairs, h*w) of the backward pass; of size 0 if none are saved."""
     tokens = window[0] * window[1]
     pairs = v.shape[0] * v.shape[1] * v.shape[2] // tokens if activation == "softmax" else 0
     return v.new_empty(pairs, tokens, dtype=torch.float32)

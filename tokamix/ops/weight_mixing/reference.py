@@ -1,7 +1,7 @@
 """Adaptive weight mixing in plain PyTorch.
 
-Weights travel as (sources, B, windows, heads, destinations): the product of policy and bank is one matrix product for
-each source, and so is laid out source first; the product with the values reads it in place.
+Weights have the layout (sources, B, windows, heads, destinations): policy times bank is one matrix product per source,
+so the source comes first; the product with the values reads them in place.
 """
 
 import torch
@@ -38,10 +38,9 @@ def mixing_weights(
     shift_mask: bool = True,
     activation: str = "softmax",
 ) -> Tensor:
-    """The weights (sources, B, windows, heads, destinations) that policy (B, N, K, heads) makes of a bank.
+    """The weights (sources, B, windows, heads, destinations) composed from a bank by policy (B, N, K, heads).
 
-    Without a policy the bank has one entry for each head, and B and windows are 1 (windows are many where a mask tells
-    them apart).
+    Without a policy the bank has one entry for each head, B is 1, and windows is 1 unless a mask distinguishes them.
     """
     table = expand_bank(bank, window).transpose(0, 1)  # (sources, K, destinations)
     if policy is None:
@@ -49,20 +48,20 @@ def mixing_weights(
     else:
         rows = to_windows(policy, grid, window, shift).permute(2, 0, 1, 4, 3)  # (sources, B, windows, heads, K)
         logits = torch.bmm(rows.flatten(1, 3), table.to(rows.dtype)).unflatten(1, rows.shape[1:4])
-    if logits.dtype == torch.float16:  # where the product overflows, the largest weight still wins
+    if logits.dtype == torch.float16:  # if the product overflows, the largest weight still dominates
         logits = logits.clamp(-65504, 65504)
     return normalise(logits, activation, same_side(grid, window, shift, bank.device) if shift_mask else None)
 
 
 def normalise(logits: Tensor, activation: str, allowed: Tensor | None = None) -> Tensor:
-    """Turn logits into weights, for each destination over its sources (dim 0); sources not allowed weigh nothing."""
+    """Turn logits into weights, for each destination over its sources (dim 0); masked sources get weight 0."""
     if activation == "softmax":
         return (logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)).softmax(0)
     if activation == "sigmoid":
         return _mask(logits.sigmoid(), allowed)
     if activation == "identity":
         return _mask(logits, allowed)
-    # norms are taken in float32 at least: float16 has neither their range nor their eps
+    # norms in float32 or wider: float16 has too little range, and eps underflows
     exact = _mask(logits.to(torch.promote_types(logits.dtype, torch.float32)), allowed)
     if activation == "l2":
         return F.normalize(exact, dim=0).to(logits.dtype)
@@ -76,7 +75,7 @@ def _mask(weights: Tensor, allowed: Tensor | None) -> Tensor:
 
 
 def expand_bank(bank: Tensor, window: Pair) -> Tensor:
-    """The bank as matrices (K, sources, destinations), from a relative table (K, (2h-1) * (2w-1)) or already such."""
+    """The bank as matrices (K, sources, destinations), from a relative table (K, (2h-1) * (2w-1)) if it is one."""
     if bank.ndim == 3:
         return bank
     h, w = window
@@ -87,9 +86,9 @@ def expand_bank(bank: Tensor, window: Pair) -> Tensor:
 
 
 def same_side(grid: Pair, window: Pair, shift: Pair, device: torch.device) -> Tensor | None:
-    """Which pairs lie on the same side of the map's border, (sources, 1, windows, 1, destinations).
+    """Mask of pairs on the same side of the map's border, (sources, 1, windows, 1, destinations).
 
-    A cyclic shift joins opposite borders of the map in its last windows. None where nothing is shifted.
+    A cyclic shift joins opposite borders of the map in its last windows. None without a shift.
     """
     if shift == (0, 0):
         return None
@@ -122,9 +121,9 @@ def from_windows(x: Tensor, grid: Pair, window: Pair, shift: Pair = (0, 0)) -> T
 
 
 def resize_bank(bank: Tensor, window: Pair, new_window: Pair) -> Tensor:
-    """A relative bank (K, (2h-1) * (2w-1)) of one window, for another: bicubic over the table of displacements.
+    """Resize a relative bank (K, (2h-1) * (2w-1)) to another window: bicubic over the table of displacements.
 
-    The authors publish no way to do it. At the same window nothing changes.
+    The authors do not describe this. With the same window nothing changes.
     """
     size = (2 * new_window[0] - 1, 2 * new_window[1] - 1)
     table = bank.unflatten(1, (2 * window[0] - 1, 2 * window[1] - 1))[None]

@@ -1,4 +1,4 @@
-"""Where the tokens of a window lie in the map: windows and shifts are found by address, maps are not rolled or cut."""
+"""Addresses of a window's tokens in the map; maps are neither rolled nor cut."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def locate(i_w, o_n, height, width, shift_y, shift_x, WIN_W: tl.constexpr, WIN_H: tl.constexpr):
-    """Tokens o_n of window i_w: their index in the map, and on which side of its borders the shift brought them."""
+    """Tokens o_n of window i_w: their index in the map, and the side of its borders from which the shift moved them."""
     columns = width // WIN_W
     y = (i_w // columns) * WIN_H + o_n // WIN_W
     x = (i_w % columns) * WIN_W + o_n % WIN_W

@@ -1,0 +1,110 @@
+"""`InferenceConfig` and `load_model`: preprocessing, class names, validation, every kind of source."""
+
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import save_for_hf
+
+from tokamix.inference import InferenceConfig, load_model, read_config
+
+CONFIG = InferenceConfig(task="classify", class_names=("cat", "dog"))
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    """Through a dictionary and through config.json, whose other keys stay."""
+    config = InferenceConfig(
+        task="detect", class_names=("cat", "dog"), scale=(1333, 800), category_ids=(3, 17), interpolation="bilinear"
+    )
+    assert InferenceConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    (tmp_path / "config.json").write_text(json.dumps({"method": "retinanet"}))
+    config.save(tmp_path)
+    assert InferenceConfig.load(tmp_path) == config
+    assert read_config(tmp_path)["method"] == "retinanet"
+    with pytest.raises(ValueError, match="unknown key 'colour'; it may be of a newer tokamix"):
+        InferenceConfig.from_dict(config.to_dict() | {"colour": 1})
+    with pytest.raises(ValueError, match=r"has no config\.json with the keys"):
+        InferenceConfig.load(tmp_path / "nothing")
+
+
+def test_from_model() -> None:
+    """timm's preprocessing; for a different number of channels, the mean over the model's channels."""
+    model = timm.create_model("test_resnet", num_classes=3)
+    cfg = timm.data.resolve_model_data_config(model)
+    config = InferenceConfig.from_model(model, ("a", "b", "c"))
+    assert (config.image_size, config.crop_pct) == (cfg["input_size"][-1], cfg["crop_pct"])
+    assert (config.mean, config.std, config.interpolation) == (cfg["mean"], cfg["std"], cfg["interpolation"])
+    assert (config.in_chans, config.num_classes, config.has_class_names) == (3, 3, True)
+    grey = InferenceConfig.from_model(model, in_chans=1, image_size=64)
+    assert grey.mean == pytest.approx([sum(cfg["mean"]) / 3])
+    assert InferenceConfig.from_model(model, in_chans=5).std == pytest.approx([sum(cfg["std"]) / 3] * 5)
+    assert (grey.image_size, grey.class_names, grey.has_class_names) == (64, ("0", "1", "2"), False)
+    own = InferenceConfig.from_model(torch.nn.Linear(2, 2))
+    assert (own.mean, own.std, own.image_size) == (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, 224)
+    imagenet = InferenceConfig.from_model(timm.create_model("test_resnet"))
+    assert imagenet.class_names[0] == "tench, Tinca tinca"
+    assert len(set(imagenet.class_names)) == 1000  # two classes are called "crane"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"image_size": 0}, "image_size is 0, but must be a number of pixels from 1 on"),
+        ({"image_size": 2.5}, r"image_size is 2\.5, but must be a number of pixels"),
+        ({"crop_pct": 0}, "crop_pct is 0, but must be above 0 and at most 1"),
+        ({"std": (1.0,)}, "mean has 3 values, but std has 1; give one per channel"),
+        ({"score_threshold": 2}, "score_threshold is 2, but must be from 0 to 1"),
+        ({"size": 7}, "'size' is not an inference option; choose from task, class_names, mean"),
+        ({"window": 64}, "window has no effect for task classify; choose from mean, std, interpolation, image_size"),
+        ({"task": "caption"}, "task is 'caption', but must be classify, segment or detect"),
+    ],
+)
+def test_invalid_values(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CONFIG.replace(**changes)
+
+
+def test_invalid_values_of_a_segmenter() -> None:
+    config = InferenceConfig(task="segment", class_names=("sky", "sea"))
+    with pytest.raises(ValueError, match=r"test_scales is \(\), but must be one or more positive factors"):
+        config.replace(test_scales=())
+    with pytest.raises(ValueError, match=r"scale is \(800,\), but must be two lengths in pixels"):
+        config.replace(scale=[800])
+    assert config.replace(scale=[800, 600], test_scales=[0.5, 1]).scale == (800, 600)
+    assert config.scale is None
+
+
+def test_folders_of_timm(tmp_path: Path) -> None:
+    """A folder without an inference config gives timm's preprocessing and label names."""
+    model = timm.create_model("test_resnet", num_classes=2).eval()
+    save_for_hf(model, tmp_path, model_config={"label_names": ["cat", "dog"]})
+    for source in (tmp_path, str(tmp_path), f"local-dir:{tmp_path}"):
+        loaded, config = load_model(source)
+        assert config == InferenceConfig.from_model(model, ("cat", "dog"))
+        image = torch.randn(1, 3, 64, 64)
+        assert torch.equal(loaded(image), model(image))
+        assert not loaded.training
+
+
+def test_every_task_is_loaded(classifier_run: Path, segmenter_run: Path, detector_run: Path) -> None:
+    for run, task in ((classifier_run, "classify"), (segmenter_run, "segment"), (detector_run, "detect")):
+        model, config = load_model(run)
+        assert config.task == task
+        assert not model.training
+        weights = load_model(run / "last.safetensors")[0].state_dict()
+        assert weights.keys() == model.state_dict().keys()
+    assert config.category_ids
+    assert config.class_names[0] == "circle"
+
+
+def test_a_checkpoint_of_a_different_model(classifier_run: Path, segmenter_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not for ResNet"):
+        load_model(classifier_run / "model.safetensors", model="test_resnet")
+    config = read_config(segmenter_run)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((classifier_run / "model.safetensors").read_bytes())
+    with pytest.raises(ValueError, match=r"has no weights for .* parameters, such as"):
+        load_model(tmp_path)
