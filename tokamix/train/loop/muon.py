@@ -53,7 +53,7 @@ class StackedMuon(Optimizer):
         fallback_lr_scale: float = 1.0,
         fused: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         defaults |= {"betas": betas, "eps": eps, "fallback_lr_scale": fallback_lr_scale, "fused": fused}
         super().__init__(params, defaults | {"use_fallback": False})
         if any(isinstance(p, DTensor) for group in self.param_groups for p in group["params"]):
