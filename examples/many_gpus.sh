@@ -5,4 +5,4 @@ set -euo pipefail
 
 torchrun --standalone --nproc-per-node "${1:-2}" -m tokamix train --model columnar_tiny_sima --data digits \
     --recipe digits --epochs 1 --output runs/many_gpus
-torchrun --standalone --nproc-per-node "${1:-2}" -m tokamix eval runs/many_gpus --data digits
+# Evaluate in the same way: torchrun --standalone --nproc-per-node 2 -m tokamix eval runs/many_gpus --data digits

@@ -46,7 +46,7 @@ class InferenceConfig:
         std: likewise.
         interpolation: how images are resized.
         image_size: side of a classifier's images in pixels.
-        crop_pct: share of the resized image that the centre crop of a classifier keeps.
+        crop_pct: fraction of the resized image that the centre crop of a classifier keeps.
         scale: (long, short): a segmenter's or detector's images are resized to fit into it; None: their own size.
         window: side of a segmenter's sliding window; None: the whole image at once.
         window_stride: from one window to the next; None: two thirds of `window`.

@@ -1,4 +1,4 @@
-"""Pictures on disk in every form that data sets come in."""
+"""Images on disk in every form that data sets come in."""
 
 import io
 import json
@@ -33,7 +33,7 @@ def eval_config(**values) -> InferenceConfig:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """train/ and val/ with three classes; the colour of a picture says its class."""
+    """train/ and val/ with three classes; the colour of an image says its class."""
     for part, count in (("train", 8), ("val", 3)):
         for label, name in enumerate(("ant", "bee", "cat")):
             (tmp_path / part / name).mkdir(parents=True)
@@ -68,12 +68,12 @@ def write_shards(root: Path, part: str, shards: int, each: int, classes: int = 3
         samples = []
         for i in range(each):
             number = shard * each + i
-            picture = Image.new("RGB", (20, 20), (number % 256, number // 256, 0))  # its colour is its number
+            image = Image.new("RGB", (20, 20), (number % 256, number // 256, 0))  # its colour is its number
             label = str(number % classes).encode()
             samples.append(
-                {"png": encoded(picture), "cls": label}
+                {"png": encoded(image), "cls": label}
                 if i % 2
-                else {"json": json.dumps({"label": int(label)}).encode(), "png": encoded(picture)}
+                else {"json": json.dumps({"label": int(label)}).encode(), "png": encoded(image)}
             )
         paths.append(write_tar(root / f"{part}-{shard:04d}.tar", samples))
     return paths

@@ -1,4 +1,4 @@
-"""Every odd picture is decoded properly, or named in one sentence."""
+"""Every odd image is decoded properly, or named in one sentence."""
 
 import io
 import struct
@@ -21,7 +21,7 @@ def pixel(image: Image.Image) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM"])
 def test_formats(form: str, tmp_path: Path) -> None:
-    file = tmp_path / "picture"
+    file = tmp_path / "image"
     file.write_bytes(encoded(Image.new("RGB", (9, 5), (200, 30, 60)), form))
     image = decode_image(file)
     assert image.size == (9, 5)
@@ -96,7 +96,7 @@ def test_truncated(form: str, share: float, tmp_path: Path) -> None:
         decode_image(file)
 
 
-def test_not_a_picture(tmp_path: Path) -> None:
+def test_not_an_image(tmp_path: Path) -> None:
     file = tmp_path / "x.jpg"
     file.write_bytes(b"")
     with pytest.raises(DataError, match=r"x\.jpg is empty \(0 bytes\)$"):
@@ -126,8 +126,8 @@ def test_a_large_jpeg_is_decoded_small_but_never_too_small() -> None:
     assert decode_image(encoded(noise(0, 200, 100)), min_size=10).size == (200, 100)
 
 
-def test_a_broken_tag_spoils_no_picture(tmp_path: Path) -> None:
-    """A scene's picture is shown as it is stored where its EXIF cannot be read."""
+def test_a_broken_exif_tag_is_ignored(tmp_path: Path) -> None:
+    """A sample's image is shown as it is stored where its EXIF cannot be read."""
     noise(0, 5, 4).save(tmp_path / "a.jpg", exif=b"Exif\x00\x00junk")
     assert read_oriented_image(tmp_path / "a.jpg").shape == (3, 4, 5)
     assert decode_image(tmp_path / "a.jpg").size == (5, 4)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_cli import call
+from tests.compare.conftest import quick  # noqa: F401
 from tokamix.demo import CANDIDATES
 from tokamix.demo.run import QUICK, create_recipe
 from tokamix.mixers import list_mixers

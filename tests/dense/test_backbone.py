@@ -1,6 +1,7 @@
 """Backbones for dense prediction: the authors' maps, every family, any size, checkpoints, and other libraries."""
 
 import math
+from typing import Any
 
 import pytest
 import segmentation_models_pytorch as smp
@@ -48,6 +49,8 @@ TIMM = {
     "vit_small_patch14_dinov2": VitPyramid,
     "vit_small_patch32_224": VitPyramid,
 }
+# one block per stage, or the fewest blocks that give four levels
+SHALLOW: dict[type, dict[str, Any]] = {LevelNorms: {"depths": (1, 1, 1, 1)}, VitPyramid: {"depth": 4}}
 
 
 def tiny(**kwargs: object) -> ATMNet:
@@ -77,7 +80,7 @@ EMPTY = torch.zeros(1, 1)
 @pytest.mark.parametrize(("name", "levels"), (OURS | TIMM).items())
 def test_maps(name: str, levels: type[nn.Module]) -> None:
     """Odd sides, an image one pixel high, and a gradient for every trainable parameter."""
-    backbone = create_backbone(name)
+    backbone = create_backbone(name, **SHALLOW.get(levels, {}))
     assert type(backbone.levels) is levels
     assert backbone.strides == (4, 8, 16, 32)[: len(backbone.channels)]
     backbone.eval()

@@ -13,10 +13,14 @@ from pycocotools import mask as tools
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from tests.data.annotated.files import CATEGORIES, content, thing, write_coco
-from tests.train.tiny_dense import run
+from tests.data.annotated.files import CATEGORIES, annotation, content, write_coco
+from tests.train.tiny_dense import run, tiny_scenes
 from tokamix.data import AnnotatedImage, DataError, create_dataset
-from tokamix.evaluate import CocoAP, check_detection
+from tokamix.data.annotated.loader import create_eval_loader
+from tokamix.evaluate import CocoAP, check_detection, measure_ap
+from tokamix.evaluate.detection import JoinedAnnotations
+from tokamix.evaluate.run import ChainedLoader
+from tokamix.inference import InferenceConfig
 
 NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 SIZE = (200, 260)
@@ -32,25 +36,25 @@ def write_dataset(root: Path, images: int = 12) -> dict:
             left, top = draw.uniform(0, SIZE[1] - width), draw.uniform(0, SIZE[0] - height)
             box = [round(float(v), 2) for v in (left, top, width, height)]
             category = int(draw.choice([3, 7, 90]))
-            annotations.append(thing(100 + 7 * len(annotations), 10 + i, box, category))
-    annotations += [thing(3000 + i, 10 + i, [20.0 + i, 30, 150, 120 + i], 7) for i in range(3)]
+            annotations.append(annotation(100 + 7 * len(annotations), 10 + i, box, category))
+    annotations += [annotation(3000 + i, 10 + i, [20.0 + i, 30, 150, 120 + i], 7) for i in range(3)]
     drawn = np.zeros(SIZE, dtype=np.uint8, order="F")
     drawn[20:150, 30:220] = 1
     runs = tools.encode(drawn)
     runs = {"size": runs["size"], "counts": runs["counts"].decode()}
-    annotations.append(thing(5000, 10, [30, 20, 190, 130], 3, segmentation=runs, iscrowd=1))
-    form = content(images, annotations)
-    for entry in form["images"]:
+    annotations.append(annotation(5000, 10, [30, 20, 190, 130], 3, segmentation=runs, iscrowd=1))
+    coco = content(images, annotations)
+    for entry in coco["images"]:
         entry |= {"height": SIZE[0], "width": SIZE[1]}
     for part in ("train", "val"):
-        write_coco(root, part, form)
-    return form
+        write_coco(root, part, coco)
+    return coco
 
 
-def detections(scene: AnnotatedImage, seed: int) -> dict[str, torch.Tensor]:
+def detections(sample: AnnotatedImage, seed: int) -> dict[str, torch.Tensor]:
     """The ground truth, shifted; some objects are missed, some doubled, some have a wrong class."""
     draw = torch.Generator().manual_seed(seed)
-    boxes, labels, masks = scene.boxes.repeat(2, 1), scene.labels.repeat(2), scene.masks.repeat(2, 1, 1)
+    boxes, labels, masks = sample.boxes.repeat(2, 1), sample.labels.repeat(2), sample.masks.repeat(2, 1, 1)
     keep = torch.rand(len(labels), generator=draw) < 0.6
     boxes, labels, masks = boxes[keep], labels[keep].clone(), masks[keep]
     sides = (boxes[:, 2:] - boxes[:, :2]).repeat(1, 2)
@@ -59,7 +63,7 @@ def detections(scene: AnnotatedImage, seed: int) -> dict[str, torch.Tensor]:
     other = torch.rand(len(labels), generator=draw) < 0.2
     labels[other] = (labels[other] + 1) % 3
     false = {"boxes": torch.tensor([[40.0, 30, 90, 80]]), "labels": torch.tensor([0])}
-    false["masks"] = torch.zeros(1, *scene.size)
+    false["masks"] = torch.zeros(1, *sample.size)
     false["masks"][0, 30:80, 40:90] = 1  # ignored inside the crowd of the first image
     return {
         "boxes": torch.cat([boxes, false["boxes"]]),
@@ -70,7 +74,7 @@ def detections(scene: AnnotatedImage, seed: int) -> dict[str, torch.Tensor]:
 
 
 def by_pycocotools(
-    ground_truth: dict, found: dict[int, dict[str, torch.Tensor]], ids: list[int], masks: bool
+    ground_truth: dict, predicted: dict[int, dict[str, torch.Tensor]], ids: list[int], masks: bool
 ) -> dict[str, float]:
     """Metrics by pycocotools from COCO's formats of annotations and results."""
     coco = COCO()
@@ -80,7 +84,7 @@ def by_pycocotools(
     answer = {}
     for kind, name in (("bbox", "box"), ("segm", "mask"))[: 1 + masks]:
         results = []
-        for index, detection in found.items():
+        for index, detection in predicted.items():
             for n, (left, top, right, bottom) in enumerate(detection["boxes"].double().tolist()):
                 row = {"image_id": ids[index], "category_id": categories[detection["labels"][n]]}
                 row["score"] = detection["scores"][n].item()
@@ -104,22 +108,22 @@ def test_agrees_with_pycocotools(tmp_path: Path, capsys: pytest.CaptureFixture, 
     write_dataset(tmp_path)
     dataset: Any = create_dataset(folder or str(tmp_path), "detect").val
     ground_truth = json.loads(dataset.file.path.read_text())
-    found = {i: detections(dataset.sample(i), i) for i in range(len(dataset))}
-    expected = by_pycocotools(ground_truth, found, [dataset.image_id(i) for i in range(len(dataset))], masks=True)
+    predicted = {i: detections(dataset.sample(i), i) for i in range(len(dataset))}
+    expected = by_pycocotools(ground_truth, predicted, [dataset.image_id(i) for i in range(len(dataset))], masks=True)
     capsys.readouterr()
     metric = CocoAP(dataset, masks=True)
-    for index in reversed(found):  # in any order
-        metric.update(index, found[index])
+    for index in reversed(predicted):  # in any order
+        metric.update(index, predicted[index])
     result = metric.compute()
     assert result == pytest.approx(expected, abs=1e-9)
     assert set(result) == {f"{kind}_{name}" for kind in ("box", "mask") for name in (*NAMES, "ar")}
     assert 10 < result["box_ap"] < 60
     assert 10 < result["mask_ap"] < 60
     with capsys.disabled():
-        print(f"\n{len(found)} images of {folder}: {result}" if folder else "", end="")
+        print(f"\n{len(predicted)} images of {folder}: {result}" if folder else "", end="")
     boxes = CocoAP(dataset)
-    for index in found:
-        boxes.update(index, {k: v for k, v in found[index].items() if k != "masks"})
+    for index in predicted:
+        boxes.update(index, {k: v for k, v in predicted[index].items() if k != "masks"})
     assert boxes.compute() == {key: value for key, value in result.items() if key.startswith("box")}
     assert capsys.readouterr().out == ""
 
@@ -130,10 +134,10 @@ def test_detections_in_crowds_are_ignored(tmp_path: Path) -> None:
     dataset = create_dataset(str(tmp_path), "detect").val
     perfect = {}
     for i in range(len(dataset)):
-        scene = dataset.sample(i)
-        things = ~scene.crowd
-        perfect[i] = {"boxes": scene.boxes[things], "labels": scene.labels[things], "masks": scene.masks[things]}
-        perfect[i]["scores"] = torch.full((int(things.sum()),), 0.5)
+        sample = dataset.sample(i)
+        objects = ~sample.crowd
+        perfect[i] = {"boxes": sample.boxes[objects], "labels": sample.labels[objects], "masks": sample.masks[objects]}
+        perfect[i]["scores"] = torch.full((int(objects.sum()),), 0.5)
     metric = CocoAP(dataset, masks=True)
     for i, detection in perfect.items():
         metric.update(i, detection)
@@ -163,11 +167,11 @@ def test_no_detections(tmp_path: Path) -> None:
 
 def test_missing_size_classes(tmp_path: Path) -> None:
     for part in ("train", "val"):
-        write_coco(tmp_path, part, content(1, [thing(1, 10, [3, 4, 1, 1])]))  # one pixel
+        write_coco(tmp_path, part, content(1, [annotation(1, 10, [3, 4, 1, 1])]))  # one pixel
     dataset = create_dataset(str(tmp_path), "detect").val
     metric = CocoAP(dataset, masks=True)
-    scene = dataset.sample(0)
-    metric.update(0, {"boxes": scene.boxes, "labels": scene.labels, "scores": torch.ones(1), "masks": scene.masks})
+    sample = dataset.sample(0)
+    metric.update(0, {"boxes": sample.boxes, "labels": sample.labels, "scores": torch.ones(1), "masks": sample.masks})
     small = {f"{kind}_{name}": 100.0 for kind in ("box", "mask") for name in ("ap", "ap50", "ap75", "ap_small", "ar")}
     assert metric.compute() == pytest.approx(small)
 
@@ -175,24 +179,24 @@ def test_missing_size_classes(tmp_path: Path) -> None:
 def test_annotation_id_0(tmp_path: Path) -> None:
     """pycocotools treats its match as none, so it gets another id."""
     for part in ("train", "val"):
-        write_coco(tmp_path, part, content(1, [thing(0, 10, [3, 4, 10, 10])]))
+        write_coco(tmp_path, part, content(1, [annotation(0, 10, [3, 4, 10, 10])]))
     dataset = create_dataset(str(tmp_path), "detect").val
     metric = CocoAP(dataset)
     metric.update(0, {"boxes": dataset.sample(0).boxes, "labels": torch.tensor([0]), "scores": torch.ones(1)})
     assert metric.compute()["box_ap"] == pytest.approx(100)
 
 
-CORNERS = thing(1, 10, [3, 4, 10, 8])["segmentation"][0]
+CORNERS = annotation(1, 10, [3, 4, 10, 8])["segmentation"][0]
 ODD = {
-    "a point before": {"segmentation": [[1, 2, 3, 4], CORNERS]},
-    "a point after": {"segmentation": [CORNERS, [1, 2, 3, 4]]},
+    "a single point first": {"segmentation": [[1, 2, 3, 4], CORNERS]},
+    "a single point last": {"segmentation": [CORNERS, [1, 2, 3, 4]]},
     "half a corner": {"segmentation": [[*CORNERS, 5]]},
     "no area": {"area": None},
     "no crowd": {"iscrowd": None},
     "another without a size": {"id": 2, "bbox": [3, 4, 0, 0]},
     "another outside": {"id": 2, "bbox": [50, 4, 5, 5]},
     "another without an outline": {"id": 2, "segmentation": []},
-    "another of no form": {"id": 2, "segmentation": 5},
+    "another with an invalid outline": {"id": 2, "segmentation": 5},
     "text": {"image_id": "x1"},
     "all text": {"image_id": "x1", "category_id": "cat"},
 }
@@ -201,19 +205,19 @@ ODD = {
 @pytest.mark.parametrize("kind", ODD)
 def test_unusual_annotations(tmp_path: Path, kind: str) -> None:
     """Invalid annotations are left out; the others count."""
-    changed = thing(1, 10, [3, 4, 10, 8]) | ODD[kind]
-    form = content(1, [changed] if changed["id"] == 1 else [thing(1, 10, [3, 4, 10, 8]), changed])
+    changed = annotation(1, 10, [3, 4, 10, 8]) | ODD[kind]
+    coco = content(1, [changed] if changed["id"] == 1 else [annotation(1, 10, [3, 4, 10, 8]), changed])
     if "image_id" in ODD[kind]:
-        form["images"][0] |= {"id": "x1", "file_name": "10.png"}
+        coco["images"][0] |= {"id": "x1", "file_name": "10.png"}
     if "category_id" in ODD[kind]:
-        form["categories"] = [{"id": "cat", "name": "cat"}, {"id": "dog", "name": "dog"}]
+        coco["categories"] = [{"id": "cat", "name": "cat"}, {"id": "dog", "name": "dog"}]
     for part in ("train", "val"):
-        write_coco(tmp_path, part, form | {"images": [{**form["images"][0], "id": 10}]}).write_text(json.dumps(form))
+        write_coco(tmp_path, part, coco | {"images": [{**coco["images"][0], "id": 10}]}).write_text(json.dumps(coco))
     dataset = create_dataset(str(tmp_path), "detect").val
-    scene = dataset.sample(0)
-    assert scene.boxes.tolist() == [[3, 4, 13, 12]]
+    sample = dataset.sample(0)
+    assert sample.boxes.tolist() == [[3, 4, 13, 12]]
     metric = CocoAP(dataset, masks=True)
-    metric.update(0, {"boxes": scene.boxes, "labels": scene.labels, "masks": scene.masks, "scores": torch.ones(1)})
+    metric.update(0, {"boxes": sample.boxes, "labels": sample.labels, "masks": sample.masks, "scores": torch.ones(1)})
     assert metric.compute()["box_ap"] == metric.compute()["mask_ap"] == pytest.approx(100)
 
 
@@ -221,9 +225,9 @@ def test_generated_images() -> None:
     dataset = create_dataset("shapes:48", "detect").val
     metric = CocoAP(dataset, masks=True)
     for i in range(len(dataset)):
-        scene = dataset.sample(i)
-        found = {"boxes": scene.boxes, "labels": scene.labels, "masks": scene.masks}
-        metric.update(i, {**found, "scores": torch.ones(len(scene.labels))})
+        sample = dataset.sample(i)
+        predicted = {"boxes": sample.boxes, "labels": sample.labels, "masks": sample.masks}
+        metric.update(i, {**predicted, "scores": torch.ones(len(sample.labels))})
     assert metric.compute()["box_ap"] == metric.compute()["mask_ap"] == pytest.approx(100)
 
 
@@ -231,8 +235,8 @@ def test_result_files(tmp_path: Path) -> None:
     write_dataset(tmp_path)
     dataset = create_dataset(str(tmp_path), "detect").val
     metric = CocoAP(dataset, masks=True)
-    found = {"boxes": torch.tensor([[1.0, 2, 11, 22]]), "labels": torch.tensor([2]), "scores": torch.tensor([0.25])}
-    metric.update(3, found | {"masks": torch.ones(1, *SIZE)})
+    predicted = {"boxes": torch.tensor([[1.0, 2, 11, 22]]), "labels": torch.tensor([2]), "scores": torch.tensor([0.25])}
+    metric.update(3, predicted | {"masks": torch.ones(1, *SIZE)})
     (row,) = metric._results(metric.detections, "bbox")
     assert row == {"image_id": 13, "category_id": 90, "score": 0.25, "bbox": [1.0, 2.0, 10.0, 20.0]}
     (row,) = metric._results(metric.detections, "segm")
@@ -244,7 +248,7 @@ def test_result_files(tmp_path: Path) -> None:
 
 def test_data_that_cannot_be_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for part in ("train", "val"):
-        annotations = [thing(1, 10, [3, 4, 10, 8], iscrowd=int(part == "val"))]
+        annotations = [annotation(1, 10, [3, 4, 10, 8], iscrowd=int(part == "val"))]
         write_coco(tmp_path, part, content(1, annotations))
     with pytest.raises(DataError, match="there is nothing to detect: no image of the validation set has an annotation"):
         check_detection(create_dataset(str(tmp_path), "detect").val, masks=False)
@@ -256,7 +260,7 @@ def test_data_that_cannot_be_evaluated(tmp_path: Path, monkeypatch: pytest.Monke
         CocoAP(create_dataset(str(tmp_path), "detect").train, masks=True).update(
             0, {**one, "labels": torch.tensor([0])}
         )
-    annotations = [{k: v for k, v in thing(1, 10, [3, 4, 10, 8]).items() if k != "segmentation"}]
+    annotations = [{k: v for k, v in annotation(1, 10, [3, 4, 10, 8]).items() if k != "segmentation"}]
     for part in ("train", "val"):
         write_coco(tmp_path, part, content(1, annotations, categories=CATEGORIES))
     with pytest.raises(
@@ -275,7 +279,7 @@ def test_data_that_cannot_be_evaluated(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_training_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at its first evaluation."""
-    good = thing(1, 10, [3, 4, 10, 8])
+    good = annotation(1, 10, [3, 4, 10, 8])
     bare = {key: value for key, value in good.items() if key != "segmentation"}
 
     def refused(annotations: list[dict], message: str, **settings: Any) -> None:
@@ -296,7 +300,34 @@ def test_masks_of_a_different_size(tmp_path: Path) -> None:
     write_dataset(tmp_path)
     dataset = create_dataset(str(tmp_path), "detect").val
     metric = CocoAP(dataset, masks=True)
-    found = detections(dataset.sample(0), 0)
-    metric.update(0, {**found, "masks": found["masks"][:, :100]})
+    predicted = detections(dataset.sample(0), 0)
+    metric.update(0, {**predicted, "masks": predicted["masks"][:, :100]})
     with pytest.raises(ValueError, match=r"image 0 is 260x200 px, but one of its masks 260x100"):
         metric.compute()
+
+
+class GroundTruth(torch.nn.Module):
+    """A detector that returns the annotations of the samples, in their order."""
+
+    has_masks = True
+
+    def __init__(self, parts: list[Any]) -> None:
+        super().__init__()
+        self.samples = (part.sample(i) for part in parts for i in range(len(part)))
+
+    def forward(self, images: list[torch.Tensor], sizes: list[tuple[int, int]]) -> list[dict[str, torch.Tensor]]:
+        samples = [next(self.samples) for _ in images]
+        fields = ("boxes", "labels", "masks")
+        return [{k: getattr(s, k) for k in fields} | {"scores": torch.ones(len(s.labels))} for s in samples]
+
+
+def test_splits_are_joined() -> None:
+    """Images of both splits are matched with their own annotations, although their ids are the same."""
+    data = tiny_scenes("detect", train=3, val=2)
+    parts = [data.train, data.val]
+    config = InferenceConfig(task="detect", class_names=data.classes)
+    loaders = [create_eval_loader(part, config, batch_size=1) for part in parts]
+    loader = ChainedLoader(loaders, torch.device("cpu"))
+    result = measure_ap(GroundTruth(parts), loader, JoinedAnnotations(parts))
+    assert result["box_ap"] == result["mask_ap"] == pytest.approx(100)
+    assert len(JoinedAnnotations(parts).coco_dict()["images"]) == 5

@@ -135,8 +135,8 @@ def test_match_classes() -> None:
 def test_selected_classes_of_segmenters_and_detectors() -> None:
     logits = torch.randn(2, 4, 3, 3)
     assert torch.equal(SelectClasses(torch.nn.Identity(), [2, 0])(logits), logits[:, [2, 0]])
-    found = {"labels": torch.tensor([0, 1, 2, 2]), "scores": torch.tensor([0.9, 0.8, 0.7, 0.6])}
-    (selected,) = SelectClasses(torch.nn.Identity(), [2, 0])([found])
+    detections = {"labels": torch.tensor([0, 1, 2, 2]), "scores": torch.tensor([0.9, 0.8, 0.7, 0.6])}
+    (selected,) = SelectClasses(torch.nn.Identity(), [2, 0])([detections])
     assert selected["labels"].tolist() == [1, 0, 0]
     assert selected["scores"].tolist() == pytest.approx([0.9, 0.7, 0.6])
 

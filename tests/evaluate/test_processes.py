@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,23 +12,38 @@ import pytest
 from tests.command import call
 from tests.evaluate.test_detection import detections
 from tests.evaluate.test_segmentation import count_by_hand, random_pair
-from tests.evaluate.worker import evaluate_all
+from tests.evaluate.worker import COMMAND, evaluate_all, evaluate_together
 from tokamix.data import create_dataset
 from tokamix.evaluate import CocoAP
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_two_processes_agree_with_one(segmenter_run: Path, detector_run: Path, tmp_path: Path) -> None:
-    """Also if one process has no images, or fails; `tokamix eval` prints once what both measured."""
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def test_two_processes_agree_with_one(
+    segmenter_run: Path, detector_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process is rank 0, which saves the start of an interpreter. Also if one process has no images, or fails."""
     runs = {"segment": str(segmenter_run), "detect": str(detector_run)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.evaluate.worker", str(tmp_path), json.dumps(runs)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     single = evaluate_all(runs)
+    alone = call("eval", segmenter_run, *COMMAND)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2, "RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    command = [sys.executable, "-m", "tests.evaluate.worker", str(tmp_path), json.dumps(runs)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"RANK": "1"}
+    ) as other:
+        first = evaluate_together(tmp_path, runs)
+        output, errors = other.communicate(timeout=100)
+    assert other.returncode == 0, errors[-3000:]
+    second = json.loads(output)
+    assert (first.pop("printed"), second.pop("printed")) == (alone, "")
+    assert alone.count("mIoU") == 1
     for task, decoded in (("segment", (4, 3)), ("detect", (4, 3)), ("classify", (19, 18))):
         assert (first.pop(f"{task} decoded"), second.pop(f"{task} decoded")) == decoded
         assert first[task] == pytest.approx(single[task], abs=1e-5)
@@ -43,6 +59,3 @@ def test_two_processes_agree_with_one(segmenter_run: Path, detector_run: Path, t
     assert first["objects"] == whole.compute()
     assert first["objects of rank 1"] == part.compute()
     assert "but one of its masks" in first["error"]
-    alone = call("eval", segmenter_run, "--data", "shapes:32", "--device", "cpu", "--workers", "0")
-    assert " ".join(done.stdout.split()) == alone
-    assert alone.count("mIoU") == 1

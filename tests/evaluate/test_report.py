@@ -63,8 +63,8 @@ def test_the_most_confident_mistakes_are_shown(tmp_path: Path, monkeypatch: pyte
     captions: list = []
     images: list = []
 
-    def record(pictures: list, texts: list, title: str) -> Image.Image:
-        images.extend(pictures)
+    def record(drawn: list, texts: list, title: str) -> Image.Image:
+        images.extend(drawn)
         captions.extend(texts)
         captions.append(title)
         return Image.new("RGB", (8, 8))
@@ -85,7 +85,7 @@ def test_the_most_confident_mistakes_are_shown(tmp_path: Path, monkeypatch: pyte
         assert texts[2] == f"confidence {percent:.0f} %"
 
 
-@pytest.mark.parametrize("classes", [1, 3, 30, 130])
+@pytest.mark.parametrize("classes", [1, 30, 130])
 def test_any_number_of_classes(tmp_path: Path, classes: int) -> None:
     names = [f"class {i} with a name that is longer than a tick label" for i in range(classes)]
     labels = [i % classes for i in range(40)]

@@ -1,20 +1,23 @@
-"""One of two processes that evaluate together, started by torchrun; writes its results to RANK.json in a folder."""
+"""One of two processes that evaluate together; as a script, it prints its results."""
 
 import json
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from tests.command import call
 from tests.evaluate.test_detection import detections, write_dataset
 from tests.evaluate.test_segmentation import CLASSES, random_pair
 from tests.train.tiny import TINY, tiny_data
-from tokamix.cli import app
 from tokamix.data import AnnotatedImage, DatasetSplits, create_dataset
 from tokamix.data.shapes import AnnotatedShapes, Shapes
 from tokamix.evaluate import CocoAP, MeanIoU, evaluate
 from tokamix.models._registry import create_model
+
+COMMAND = ("--data", "shapes:32", "--device", "cpu", "--workers", 0, "--batch-size", 32)
 
 
 def segmentation(rank: int, world_size: int) -> dict:
@@ -73,12 +76,16 @@ def evaluate_all(runs: dict[str, str]) -> dict:
     return results
 
 
-if __name__ == "__main__":
-    folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
-    dist.init_process_group("gloo")
+def evaluate_together(folder: Path, runs: dict[str, str]) -> dict:
+    """Evaluate with the other process; the environment has rank, world size and address, as torchrun sets them."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=100))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     results = segmentation(rank, world_size) | detection(rank, world_size, folder) | evaluate_all(runs)
-    (folder / f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
-    app(["eval", runs["segment"], "--data", "shapes:32", "--device", "cpu", "--workers", "0"])
+    return results | {"printed": call("eval", runs["segment"], *COMMAND)}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(evaluate_together(Path(sys.argv[1]), json.loads(sys.argv[2]))))

@@ -37,7 +37,7 @@ def test_only_the_mixer_differs(body: str) -> None:
         assert shapes(create_body(body, mixer, device="meta", **small)) == expected, mixer
 
 
-def test_build_is_what_timm_creates() -> None:
+def test_create_body_equals_timm() -> None:
     torch.manual_seed(1)
     built = create_body("columnar_tiny", "xca", depth=2, num_classes=5)
     torch.manual_seed(1)
@@ -67,12 +67,12 @@ def test_unknown_names() -> None:
 
 
 @pytest.mark.parametrize(("body", "blocks"), [("columnar_tiny", "blocks.1"), ("pyramid_tiny", "stages.1.blocks.0")])
-def test_context_broadcasting_ends_the_mlp(body: str, blocks: str) -> None:
+def test_context_broadcasting_at_the_end_of_the_mlp(body: str, blocks: str) -> None:
     depths = {"depth": 2} if body.startswith("columnar") else {"depths": (1, 1, 1, 1)}
     plain = create_body(body, "sima", **depths).double().eval()
     with_cb = create_body(body, "sima", context_broadcast="cb", **depths).double().eval()
     scaled = create_body(body, "sima", context_broadcast="cbs", **depths).double().eval()
-    with_cb.load_state_dict(plain.state_dict())  # it has no parameter more
+    with_cb.load_state_dict(plain.state_dict())  # it adds no parameters
     new = {n: p.shape for n, p in scaled.state_dict().items() if n not in plain.state_dict()}
     assert len(new) == sum(depths.get("depths", (2,)))
     assert all(n.endswith("context.scale") for n in new)
@@ -125,7 +125,7 @@ def test_mixers_are_fitted_to_their_site() -> None:
 @pytest.mark.parametrize("mixer", ["softmax", "linformer", "weight_mixing"])
 @pytest.mark.parametrize("body", ["columnar_tiny", "pyramid_tiny"])
 def test_other_image_sizes(body: str, mixer: str) -> None:
-    """Tables resized on the fly, for good by set_input_size, and when a checkpoint is loaded, give the same."""
+    """Tables resized on the fly, by set_input_size and when a checkpoint is loaded give equal results."""
     sizes = {"depth": 1} if body.startswith("columnar") else {"depths": (1, 1, 1, 1)}
     model = create_body(body, mixer, img_size=224, num_classes=3, **sizes).double().eval()
     x = torch.randn(1, 3, 256, 256, dtype=torch.float64)

@@ -162,3 +162,17 @@ def test_folder_with_a_damaged_image(tmp_path: Path) -> None:
     command = [*arguments.split(), *(word for setting in settings.split() for word in ("--set", setting))]
     assert "3.png" in call(*command, code=1)
     assert "best top-1" in call(*command, "--corrupt", "skip")
+
+
+def test_train_a_segmenter(tmp_path: Path) -> None:
+    settings = "iterations=2 eval_every=2 warmup_iterations=0 batch_size=4 crop_size=32 scale=none"
+    flags = [word for setting in settings.split() for word in ("--set", setting)]
+    common = ["train", "--data", "shapes:32", "--device", "cpu", "--workers", "0", "--output", str(tmp_path / "a")]
+    out = call(*common, "--task", "segment", "--recipe", "shapes_segment", *flags)
+    assert "semantic_fpn with test_resnet on shapes:32: 1 epochs of 2 steps" in out
+    assert "mIoU" in out
+    assert f"the run is in {tmp_path / 'a'}" in out
+    wrong = call(*common, "--task", "detect", "--recipe", "shapes_segment", code=1)
+    assert "the recipe shapes_segment is for task segment, not detect" in wrong
+    assert "semantic_fpn, upernet" in call(*common, "--recipe", "shapes_segment", "--set", "method=fcn", code=1)
+    assert "names no model" in call(*common, "--task", "detect", code=1)

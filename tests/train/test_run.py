@@ -1,4 +1,4 @@
-"""Runs from start to end: what they leave, what they start from, what they refuse."""
+"""Runs from start to end: output, starting weights, errors."""
 
 import csv
 import json
@@ -86,7 +86,7 @@ def test_timm_loads_it(finished: Path) -> None:
 
 @pytest.mark.parametrize("finetune", [{"classes": 3}, {"channels": 1}, {"image_size": 16}])
 def test_fine_tuning(finished: Path, tmp_path: Path, finetune: dict) -> None:
-    """From a run to other classes, channels or sizes, in one flag: the body comes along."""
+    """From a run to different classes, channels or image sizes: the body's weights are kept."""
     data = tiny_data(classes=finetune.get("classes", 4), channels=finetune.get("channels", 3))
     settings = {"model_kwargs": {"in_chans": 1}} if "channels" in finetune else {"model_kwargs": {}}
     settings |= {"image_size": finetune.get("image_size", 8)}
@@ -116,7 +116,7 @@ def test_fine_tuning(finished: Path, tmp_path: Path, finetune: dict) -> None:
     assert result.top1 > 60 or "classes" not in finetune
 
 
-def test_starting_from_weights_is_asked_for(tmp_path: Path) -> None:
+def test_finetune_needs_weights(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="starts from trained weights; give them with --checkpoint, or use --pretrained"
     ):
@@ -126,7 +126,7 @@ def test_starting_from_weights_is_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["test_vit", "test_resnet", "test_efficientnet", "amixer_tiny", "xcit_nano_12_p16_sima"]
 )
-def test_any_model_comes_back(tmp_path: Path, name: str) -> None:
+def test_config_recreates_any_model(tmp_path: Path, name: str) -> None:
     """Models with and without a fixed image size: timm creates them again as they were."""
     task = Classify(TINY.replace(model_kwargs={"in_chans": 1}, image_size=64), tiny_data(classes=3, channels=1))
     model = task.create_model(name, None, pretrained=False)
@@ -177,7 +177,7 @@ def test_precision_on_a_cpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert "forward" not in model.__dict__
 
 
-def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+def test_foreign_folders_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"somebody's")
     for resume in (True, False):
         with pytest.raises(ValueError, match="holds a model that is not of a tokamix run; use another --output"):
@@ -194,7 +194,7 @@ def test_five_lines(tmp_path: Path) -> None:
     assert result.load().num_classes == 4
 
 
-def test_what_cannot_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="names no model; give one with --model"):
         train(None, tiny_data(), "small", tmp_path, device="cpu", overrides={"model": None})
     with pytest.raises(ValueError, match="80 training images do not fill one batch of 128"):
@@ -215,7 +215,7 @@ def test_what_cannot_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_engine_is_a_plain_loop(tmp_path: Path) -> None:
-    """Forward, backward, step: to the bit what ten lines of PyTorch do."""
+    """Forward, backward, step: bitwise equal to ten lines of PyTorch."""
     recipe = TINY.replace(schedule="constant", warmup_epochs=0, epochs=2, crop_pct=1.0)
     train(None, tiny_data(), recipe, tmp_path / "a", quiet=True, device="cpu")
     torch.manual_seed(recipe.seed)
@@ -232,7 +232,7 @@ def test_the_engine_is_a_plain_loop(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
 
 
-def test_memory_order_and_checkpointing_change_nothing_but_rounding(tmp_path: Path) -> None:
+def test_channels_last_and_checkpointing_change_only_rounding(tmp_path: Path) -> None:
     plain = run(tmp_path / "plain", epochs=2)
     for name, settings in {"order": {"channels_last": True}, "again": {"grad_checkpointing": True}}.items():
         other = run(tmp_path / name, epochs=2, **settings)
@@ -242,8 +242,8 @@ def test_memory_order_and_checkpointing_change_nothing_but_rounding(tmp_path: Pa
 
 
 def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One graph of all blocks for training and one for evaluation, whatever their drop rates, which change meanwhile,
-    and the size of the last batch; the same losses where nothing is dropped."""
+    """One graph of all blocks for training and one for evaluation, for all drop rates, which change during the run,
+    and for a smaller last batch; the losses without drop path are those without compilation."""
     deep = {"ema": 0.9, "epochs": 3, "model_kwargs": {**TINY.model_kwargs, "depth": 3}}
     plain = run(tmp_path / "plain", **deep)
     graphs = []
@@ -268,7 +268,7 @@ def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"precision": "bf16", "clip_grad": 1.0}], ids=str)
-def test_cuda_graphs_change_nothing_but_rounding(tmp_path: Path, settings: dict) -> None:
+def test_cuda_graphs_change_only_rounding(tmp_path: Path, settings: dict) -> None:
     runs = [run(tmp_path / str(on), epochs=6, ema=0.9, device="cuda", compile=on, **settings) for on in (False, True)]
     plain, compiled = ([row["train_loss"] for row in result.epochs] for result in runs)
     assert compiled == pytest.approx(plain, rel=2e-2 if "precision" in settings else 1e-3)
@@ -276,11 +276,18 @@ def test_cuda_graphs_change_nothing_but_rounding(tmp_path: Path, settings: dict)
 
 
 @pytest.mark.parametrize(
-    ("name", "kinds"), [("atmnet_xtiny", 8), ("stvit_small", 4), ("xcit_nano_12_p16_sima", 3), ("deit_tiny_cb", 1)]
+    ("name", "kinds", "options"),
+    [
+        ("atmnet_xtiny", 4, {"depths": (2, 1, 3, 1), "dims": (16, 32, 48, 64)}),
+        ("stvit_small", 2, {"depths": (2, 1, 3, 1), "dims": (16, 32, 48, 64), "num_heads": (1, 2, 3, 4)}),
+        ("xcit_nano_12_p16_sima", 3, {"depth": 3, "embed_dim": 32, "num_heads": 2}),
+        ("deit_tiny_cb", 1, {"depth": 3, "embed_dim": 48, "num_heads": 3, "img_size": 64}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_compiled_blocks(name: str, kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph for each kind of block, whole, in training and again in evaluation; the same outputs and gradients."""
-    model = tokamix.create_model(name, num_classes=5, img_size=64) if "deit" in name else tokamix.create_model(name)
+def test_compiled_blocks(name: str, kinds: int, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whole graph per kind of block, in training and in evaluation, with the same outputs and gradients."""
+    model = tokamix.create_model(name, num_classes=5, **options)
     images, graphs = torch.randn(2, 3, 64, 64), []
 
     def outcome() -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -308,7 +315,7 @@ def test_compiled_blocks(name: str, kinds: int, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_stochastic_depth_of_compiled_blocks() -> None:
-    """It drops the share of images that it says, and keeps the mean."""
+    """It drops the given fraction of images and keeps the mean."""
     model = tokamix.create_model("columnar_tiny_softmax", img_size=32, depth=3, drop_path_rate=0.5)
     names = list(model.state_dict())
     compile_blocks(model, graphs=False)

@@ -1,4 +1,4 @@
-"""A run of a second: a few learnable images, a tiny model, a recipe."""
+"""Runs of a second: a few learnable images, a tiny model, a recipe."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ PARALLEL |= {"mixup": 0.8, "cutmix": 1.0, "random_erasing": 0.3, "crop_padding":
 
 
 def tiny_data(classes: int = 4, train: int = 80, val: int = 37, channels: int = 3, seed: int = 0) -> DatasetSplits:
-    """Noise over stripes whose direction and width tell the class."""
+    """Noise over stripes whose direction and width define the class."""
     line = torch.arange(8)
     stripes = [(line // width) % 2 for width in (1, 2)]
     patterns = [pattern for stripe in stripes for pattern in (stripe[:, None].expand(8, 8), stripe.expand(8, 8))]
@@ -56,7 +56,7 @@ def run(output: Path | None, data: DatasetSplits | str | None = None, **settings
 
 
 def state_of(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a run: its state, and its best and last weights."""
+    """All tensors of a run: state, best and last weights."""
     files = {"state": folder / "state" / "state.safetensors"}
     files |= {name: folder / f"{name}.safetensors" for name in ("model", "last")}
     return {f"{kind}/{name}": tensor for kind, file in files.items() for name, tensor in load_file(file).items()}

@@ -1,4 +1,4 @@
-"""Dense runs of a few seconds: a handful of generated scenes, a tiny body, recipes."""
+"""Dense runs of a few seconds: a few generated images with annotations, a tiny body, recipes."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ RECIPES: dict[str, Recipe] = {"segment": SEGMENT, "detect": DETECT}
 
 
 def tiny_scenes(task: str, train: int = 10, val: int = 5, side: int = 32) -> DatasetSplits:
-    """A few scenes; the first validation scenes are the training's where `val` is 0."""
+    """A few annotated images; with `val=0` the training images are used for validation too."""
     counts = {"a": train, "b": val} if val else {"a": train}
     parts = [AnnotatedShapes(Shapes(count, side, part=part, large=2), task) for part, count in counts.items()]
     return DatasetSplits("tiny scenes", parts[0], parts[-1], parts[0].classes, task)

@@ -10,10 +10,10 @@ from tokamix.cli._shared import plain_errors
 
 
 def bench(
-    suite: Annotated[str, typer.Option(help="ops, scaling, models, mixers, or h200 for the first three")] = "ops",
-    output: Annotated[Path, typer.Option("--output", "-o", help="folder for the CSV files")] = Path("results"),
-    device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda if available")] = "",
-    only: Annotated[str, typer.Option(help="measure only labels that match this regular expression")] = "",
+    suite: Annotated[str, typer.Option(help="ops, scaling, models, mixers, or h200 for the first three.")] = "ops",
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the CSV files.")] = Path("results"),
+    device: Annotated[str, typer.Option(help="cuda or cpu. Default: cuda if available.")] = "",
+    only: Annotated[str, typer.Option(help="Measure only labels that match this regular expression.")] = "",
 ) -> None:
     """Measure operators and models, each after a correctness check, and write CSV files."""
     with plain_errors():

@@ -10,25 +10,25 @@ from tokamix.cli._shared import console, plain_errors, print_comparison
 
 
 def compare(
-    data: Annotated[str, typer.Option(help="classification data, as for `tokamix train`")],
-    mixers: Annotated[str, typer.Option(help="at least two mixers, separated by commas")] = "softmax,sima,super_token",
+    data: Annotated[str, typer.Option(help="Classification data, as for `tokamix train`.")],
+    mixers: Annotated[str, typer.Option(help="At least two mixers, separated by commas.")] = "softmax,sima,super_token",
     body: Annotated[
         str | None,
         typer.Option(
-            help="columnar_tiny, columnar_small, pyramid_tiny or pyramid_small; default: the recipe's, or pyramid_tiny"
+            help="columnar_tiny, columnar_small, pyramid_tiny or pyramid_small. Default: the recipe's, or pyramid_tiny."
         ),
     ] = None,
-    recipe: Annotated[str, typer.Option(help="a name of `tokamix recipes`, or a YAML file")] = "small",
+    recipe: Annotated[str, typer.Option(help="A name of `tokamix recipes`, or a YAML file.")] = "small",
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="key=value replaces a value of the recipe, such as epochs=30")
+        list[str] | None, typer.Option("--set", help="key=value replaces a value of the recipe, such as epochs=30.")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="trainings of each mixer")] = 1,
-    output: Annotated[Path, typer.Option("--output", "-o", help="folder for the runs and the page")] = Path(
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each mixer.")] = 1,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the runs and the page.")] = Path(
         "runs/compare"
     ),
-    resume: Annotated[bool, typer.Option(help="continue the comparison in the folder, or start over")] = True,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda if available")] = None,
-    workers: Annotated[int, typer.Option(min=0, help="processes that decode images, for each training")] = 0,
+    resume: Annotated[bool, typer.Option(help="Continue the comparison in the folder, or start over.")] = True,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda if available.")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that decode images, for each training.")] = 0,
 ) -> None:
     """Train one body with several token mixers on your data, and write a page that compares them.
 

@@ -10,12 +10,12 @@ from tokamix.cli._shared import console, plain_errors, print_comparison
 
 
 def demo(
-    output: Annotated[Path, typer.Option("--output", "-o", help="folder for the runs and the page")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the runs and the page.")] = Path(
         "runs/demo"
     ),
-    seeds: Annotated[int, typer.Option(min=1, help="trainings of each mixer")] = 1,
-    resume: Annotated[bool, typer.Option(help="continue the demo in the folder, or start over")] = True,
-    quick: Annotated[bool, typer.Option("--quick", help="one epoch, to see that everything works")] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each mixer.")] = 1,
+    resume: Annotated[bool, typer.Option(help="Continue the demo in the folder, or start over.")] = True,
+    quick: Annotated[bool, typer.Option("--quick", help="One epoch, to see that everything works.")] = False,
 ) -> None:
     """Train softmax attention and five mixers on digits, compare them, and write a page; takes a few minutes."""
     with plain_errors():

@@ -17,9 +17,9 @@ CHECKED = 1000  # images of each split that `--data` decodes
 
 
 def info(
-    data: Annotated[str | None, typer.Option(help="check this data set, given as for `tokamix train`")] = None,
+    data: Annotated[str | None, typer.Option(help="Check this data set, given as for `tokamix train`.")] = None,
     task: Annotated[
-        Literal["classify", "segment", "detect"], typer.Option(help="the task that --data is meant for")
+        Literal["classify", "segment", "detect"], typer.Option(help="The task that --data is meant for.")
     ] = "classify",
 ) -> None:
     """Show versions, CPU, GPU, kernels, extras and the data folder; with --data, check a data set."""

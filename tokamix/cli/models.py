@@ -10,8 +10,8 @@ from tokamix.cli._shared import console, plain_errors
 
 
 def models(
-    pattern: Annotated[str, typer.Argument(help="part of a name, or a shell pattern such as 'stvit_*'")] = "",
-    grid: Annotated[bool, typer.Option("--grid", help="include the comparison grid: every body x mixer")] = False,
+    pattern: Annotated[str, typer.Argument(help="Part of a name, or a shell pattern such as 'stvit_*'.")] = "",
+    grid: Annotated[bool, typer.Option("--grid", help="Include the comparison grid: every body x mixer.")] = False,
 ) -> None:
     """List the models: parameters, MACs at 224 px, paper, and the accuracy reported in the paper."""
     with plain_errors():

@@ -31,6 +31,7 @@ MAX_SIDE = 256  # largest image whose receptive fields are computed: each direct
 MIN_TOKENS = 4  # a side of the feature map whose receptive field is shown
 EXACT_CHANNELS = 64  # maps with more channels get an estimate from PROBES random directions
 PROBES = 16
+LATENCY_SECONDS = 0.3  # repetitions of a forward pass that is timed
 DOCS = {
     "Training on your own images": "guides/train.md",
     "Recipes": "recipes.md",
@@ -171,7 +172,7 @@ def _count_parameters(model: nn.Module) -> int:
 
 @torch.inference_mode()
 def _latency(model: nn.Module, setting: _Setting) -> float:
-    return median_ms(partial(model, setting.image[None]), setting.device, seconds=0.3)
+    return median_ms(partial(model, setting.image[None]), setting.device, seconds=LATENCY_SECONDS)
 
 
 def _cost_at(model: nn.Module, size: int) -> CostAtSize:

@@ -1,7 +1,8 @@
 """Data sets by name or path, and loaders that yield their batches on the device."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tokamix._lazy import attach
 
 if TYPE_CHECKING:
     from tokamix.data.annotated.datasets import AnnotatedDataset, AnnotatedImage
@@ -13,22 +14,6 @@ if TYPE_CHECKING:
     from tokamix.data.images.streams import ImageStream
     from tokamix.data.loading import Loader
     from tokamix.data.splits import DatasetSplits
-
-_MODULES = {
-    "AnnotatedDataset": "annotated.datasets",
-    "AnnotatedImage": "annotated.datasets",
-    "ArrayDataset": "images.datasets",
-    "DataError": "decode",
-    "DatasetSplits": "splits",
-    "FileDataset": "images.datasets",
-    "ImageDataset": "images.datasets",
-    "ImageStream": "images.streams",
-    "Loader": "loading",
-    "PackDataset": "images.packs",
-    "create_dataset": "create",
-    "decode_image": "decode",
-    "mix": "images.mixup",
-}
 
 __all__ = [
     "AnnotatedDataset",
@@ -45,9 +30,17 @@ __all__ = [
     "decode_image",
     "mix",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "annotated.datasets": ("AnnotatedDataset", "AnnotatedImage"),
+        "create": ("create_dataset",),
+        "decode": ("DataError", "decode_image"),
+        "images.datasets": ("ArrayDataset", "FileDataset", "ImageDataset"),
+        "images.mixup": ("mix",),
+        "images.packs": ("PackDataset",),
+        "images.streams": ("ImageStream",),
+        "loading": ("Loader",),
+        "splits": ("DatasetSplits",),
+    },
+)

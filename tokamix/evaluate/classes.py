@@ -68,7 +68,7 @@ class SelectClasses(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model and select classes of its logits (B, K, ...) or detections."""
         output = self.model(*args, **kwargs)
-        return output[:, self.index] if isinstance(output, Tensor) else [self._select(found) for found in output]
+        return output[:, self.index] if isinstance(output, Tensor) else [self._select(entry) for entry in output]
 
     def _select(self, detections: dict[str, Tensor]) -> dict[str, Tensor]:
         matches = detections["labels"][:, None] == self.index  # (n, classes)

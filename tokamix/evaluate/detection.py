@@ -131,7 +131,7 @@ class CocoAP:
         result: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
-                result = [self._compute({index: found for part in parts for index, found in part.items()})]
+                result = [self._compute({index: entry for part in parts for index, entry in part.items()})]
             except Exception as error:  # broadcast it: the other ranks would wait for ever
                 result = [error]
         dist.broadcast_object_list(result)
@@ -172,9 +172,9 @@ class CocoAP:
     def _check_sizes(self, detections: dict[int, _Detections], images: list[dict[str, Any]]) -> None:
         """Raise if a mask has a different size than its image, which pycocotools would count as a miss."""
         sizes = {entry["id"]: [entry["height"], entry["width"]] for entry in images}
-        for index, found in detections.items():
+        for index, entry in detections.items():
             height, width = sizes[self.dataset.image_id(index)]
-            for mask in found.masks or ():
+            for mask in entry.masks or ():
                 if list(mask["size"]) != [height, width]:
                     wrong = f"{mask['size'][1]}x{mask['size'][0]}"
                     raise ValueError(f"image {index} is {width}x{height} px, but one of its masks {wrong}")

@@ -29,18 +29,18 @@ SHEET_IMAGES = 120  # images of a contact sheet
 def find_images(paths: Iterable[str | Path]) -> list[Path]:
     """List image files: named ones, all in named folders, matches of glob patterns, and "-" for paths on stdin."""
     files: list[Path] = []
-    for given in paths:
-        path = Path(given)
-        if str(given) == "-":
+    for entry in paths:
+        path = Path(entry)
+        if str(entry) == "-":
             inside = [Path(line.strip()) for line in sys.stdin if line.strip()]
             problem = "standard input has no paths of images"
         elif path.is_dir():
             inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in EXTENSIONS)
             problem = f"the folder {path} has no images ({', '.join(EXTENSIONS)})"
-        elif glob.has_magic(str(given)) and not path.exists():
-            matches = sorted(Path(match) for match in glob.glob(str(given), recursive=True))
+        elif glob.has_magic(str(entry)) and not path.exists():
+            matches = sorted(Path(match) for match in glob.glob(str(entry), recursive=True))
             inside = [p for p in matches if p.suffix.lower() in EXTENSIONS]
-            problem = f"no image matches {given}"
+            problem = f"no image matches {entry}"
         else:
             inside, problem = [path], ""
         if not inside:

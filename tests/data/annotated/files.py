@@ -1,4 +1,4 @@
-"""Scenes on disk in the forms that data sets come in, and recipes for them."""
+"""Annotated images on disk in the forms that data sets come in, and recipes for them."""
 
 import json
 from pathlib import Path
@@ -15,17 +15,17 @@ CATEGORIES = [{"id": 3, "name": "cat"}, {"id": 7, "name": "dog"}, {"id": 90, "na
 METHODS = {"segment": "semantic_fpn", "detect": "mask_rcnn"}
 
 
-def scene_recipe(task: str, **values: Any) -> Recipe:
+def dense_recipe(task: str, **values: Any) -> Recipe:
     plain = {"name": "test", "task": task, "method": METHODS[task], "interpolation": "bilinear", "batch_size": 4}
     plain |= {"crop_size": 32} if task == "segment" else {}
     return create_recipe(plain | values)
 
 
-def scene_config(task: str, **values: Any) -> InferenceConfig:
+def dense_config(task: str, **values: Any) -> InferenceConfig:
     return InferenceConfig(**{"task": task, "class_names": (), "interpolation": "bilinear"} | values)
 
 
-def thing(number: int, image: int, box: list[float], category: int = 3, **more: Any) -> dict[str, Any]:
+def annotation(number: int, image: int, box: list[float], category: int = 3, **more: Any) -> dict[str, Any]:
     """An annotation whose outline is its box."""
     left, top, width, height = box
     right, bottom = left + width, top + height
@@ -40,22 +40,22 @@ def content(images: int, annotations: list[dict[str, Any]], first: int = 10, **m
     return {"images": listed, "annotations": annotations, "categories": CATEGORIES} | more
 
 
-def write_coco(root: Path, part: str, told: dict[str, Any]) -> Path:
-    """Write COCO's layout: annotations/instances_train.json, and pictures in train/."""
+def write_coco(root: Path, part: str, coco: dict[str, Any]) -> Path:
+    """Write COCO's layout: annotations/instances_train.json, and images in train/."""
     (root / "annotations").mkdir(parents=True, exist_ok=True)
     (root / part).mkdir(exist_ok=True)
-    for entry in told["images"]:
+    for entry in coco["images"]:
         noise(entry["id"], entry["width"], entry["height"]).save(root / part / entry["file_name"])
     path = root / "annotations" / f"instances_{part}.json"
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(coco))
     return path
 
 
-def write_pair(pictures: Path, masks: Path, name: str, values: np.ndarray, palette: bool = False) -> None:
-    """Write a picture with its mask."""
-    pictures.mkdir(parents=True, exist_ok=True)
+def write_pair(images: Path, masks: Path, name: str, values: np.ndarray, palette: bool = False) -> None:
+    """Write an image with its mask."""
+    images.mkdir(parents=True, exist_ok=True)
     masks.mkdir(parents=True, exist_ok=True)
-    noise(len(name), values.shape[1], values.shape[0]).save(pictures / f"{name}.jpg")
+    noise(len(name), values.shape[1], values.shape[0]).save(images / f"{name}.jpg")
     mask = Image.fromarray(values.astype(np.uint8))
     if palette:
         mask = mask.convert("P")

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from pycocotools import mask as tools
 
-from tests.data.annotated.files import CATEGORIES, content, thing, write_coco
+from tests.data.annotated.files import CATEGORIES, annotation, content, write_coco
 from tests.data.conftest import noise
 from tokamix.data import DataError, DatasetSplits, create_dataset
 from tokamix.data.annotated.rle import encode_rle
@@ -20,7 +20,7 @@ L_SHAPE = [[2.0, 2, 10, 2, 10, 6, 6, 6, 6, 12, 2, 12]]
 
 def opened(root: Path, train: dict, val: dict | None = None, task: str = "detect", options: str = "") -> DatasetSplits:
     write_coco(root, "train", train)
-    write_coco(root, "val", val or content(2, [thing(1, 10, [3, 4, 10, 8])]))
+    write_coco(root, "val", val or content(2, [annotation(1, 10, [3, 4, 10, 8])]))
     return create_dataset(f"coco:{root}{options}", task)
 
 
@@ -31,13 +31,13 @@ def test_boxes_polygons_and_run_lengths(tmp_path: Path) -> None:
     packed = tools.encode(np.asfortranarray(drawn.numpy().astype(np.uint8)))
     packed = {"size": packed["size"], "counts": packed["counts"].decode()}
     several = [[1.0, 20, 5, 20, 5, 25, 1, 25], [30, 1, 36, 1, 36, 4, 30, 4]]
-    told = [
-        thing(5, 10, [2, 2, 8, 10], 3, segmentation=L_SHAPE),
-        thing(2, 10, [20, 5, 11, 4], 90, segmentation=runs),
-        thing(9, 11, [20, 5, 11, 4], 7, segmentation=packed, iscrowd=1),
-        thing(4, 11, [1, 1, 35, 24], 7, segmentation=several),
+    coco = [
+        annotation(5, 10, [2, 2, 8, 10], 3, segmentation=L_SHAPE),
+        annotation(2, 10, [20, 5, 11, 4], 90, segmentation=runs),
+        annotation(9, 11, [20, 5, 11, 4], 7, segmentation=packed, iscrowd=1),
+        annotation(4, 11, [1, 1, 35, 24], 7, segmentation=several),
     ]
-    data = opened(tmp_path, content(2, told))
+    data = opened(tmp_path, content(2, coco))
     assert data.classes == ("cat", "dog", "owl")
     assert data.train.category_ids == (3, 7, 90)
     first, second = (data.train.sample(i) for i in range(2))
@@ -59,8 +59,12 @@ def test_boxes_polygons_and_run_lengths(tmp_path: Path) -> None:
 
 
 def test_for_segmentation(tmp_path: Path) -> None:
-    told = [thing(1, 10, [0, 0, 20, 20], 90), thing(2, 10, [5, 5, 4, 4], 3), thing(3, 10, [0, 0, 40, 32], 7, iscrowd=1)]
-    data = opened(tmp_path, content(1, told), task="segment")
+    coco = [
+        annotation(1, 10, [0, 0, 20, 20], 90),
+        annotation(2, 10, [5, 5, 4, 4], 3),
+        annotation(3, 10, [0, 0, 40, 32], 7, iscrowd=1),
+    ]
+    data = opened(tmp_path, content(1, coco), task="segment")
     assert data.classes == ("background", "cat", "dog", "owl")
     classes = data.train.sample(0, masks=False).segmentation
     assert classes.dtype == torch.uint8
@@ -69,9 +73,9 @@ def test_for_segmentation(tmp_path: Path) -> None:
     assert classes[30, 30] == 255
 
 
-def test_images_without_things(tmp_path: Path) -> None:
-    told = content(4, [thing(1, 11, [1, 1, 5, 5]), thing(2, 12, [1, 1, 5, 5], iscrowd=1)])
-    data = opened(tmp_path, told, told)
+def test_images_without_objects(tmp_path: Path) -> None:
+    coco = content(4, [annotation(1, 11, [1, 1, 5, 5]), annotation(2, 12, [1, 1, 5, 5], iscrowd=1)])
+    data = opened(tmp_path, coco, coco)
     assert [data.train.image_id(i) for i in range(len(data.train))] == [11]  # a crowd alone is nothing to learn
     assert len(data.val) == 4
     empty = data.val.sample(0)
@@ -82,20 +86,20 @@ def test_images_without_things(tmp_path: Path) -> None:
 
 
 def test_over_the_edge_and_without_area(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    told = [
-        thing(1, 10, [30, 20, 30, 30]),
-        thing(2, 10, [-5, -5, 10, 10]),
-        thing(3, 10, [50, 5, 10, 10]),  # wholly outside
-        thing(4, 10, [5, 5, 0, 10]),
-        thing(5, 10, [5, 5, 10, -1]),
-        thing(6, 10, [5, 5, 1, 1]),
-        thing(7, 10, [5, 5, 6, 6], segmentation=[[5, 5, 6, 6]]),  # a line is no outline
-        thing(8, 10, [5, 5, 6, 6], segmentation=[]),
+    coco = [
+        annotation(1, 10, [30, 20, 30, 30]),
+        annotation(2, 10, [-5, -5, 10, 10]),
+        annotation(3, 10, [50, 5, 10, 10]),  # wholly outside
+        annotation(4, 10, [5, 5, 0, 10]),
+        annotation(5, 10, [5, 5, 10, -1]),
+        annotation(6, 10, [5, 5, 1, 1]),
+        annotation(7, 10, [5, 5, 6, 6], segmentation=[[5, 5, 6, 6]]),  # a line is no outline
+        annotation(8, 10, [5, 5, 6, 6], segmentation=[]),
     ]
     with caplog.at_level(logging.WARNING, "tokamix"):
-        scene = opened(tmp_path, content(1, told)).train.sample(0)
-    assert scene.boxes.tolist() == [[30, 20, 40, 32], [0, 0, 5, 5], [5, 5, 6, 6]]
-    assert scene.masks.sum((1, 2)).tolist() == [120, 25, 1]
+        sample = opened(tmp_path, content(1, coco)).train.sample(0)
+    assert sample.boxes.tolist() == [[30, 20, 40, 32], [0, 0, 5, 5], [5, 5, 6, 6]]
+    assert sample.masks.sum((1, 2)).tolist() == [120, 25, 1]
     messages = [record.message for record in caplog.records]
     assert messages == [
         f"{tmp_path}/annotations/instances_train.json: 5 of 8 annotations are not used:"
@@ -104,12 +108,12 @@ def test_over_the_edge_and_without_area(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_boxes_alone(tmp_path: Path) -> None:
-    told = [{k: v for k, v in thing(1, 10, [3, 4, 10, 8]).items() if k not in ("segmentation", "area", "iscrowd")}]
-    data = opened(tmp_path, content(1, told), content(1, told))
+    coco = [{k: v for k, v in annotation(1, 10, [3, 4, 10, 8]).items() if k not in ("segmentation", "area", "iscrowd")}]
+    data = opened(tmp_path, content(1, coco), content(1, coco))
     assert not data.train.has_masks
     assert data.train.sample(0).masks is None
     assert not data.train.sample(0).crowd.any()
-    assert data.val.coco_dict()["annotations"] == [told[0] | {"area": 80, "iscrowd": 0}]
+    assert data.val.coco_dict()["annotations"] == [coco[0] | {"area": 80, "iscrowd": 0}]
     with pytest.raises(DataError, match="has only boxes, no outlines; segmentation needs outlines"):
         create_dataset(f"coco:{tmp_path}", "segment")
     write_coco(tmp_path, "train", GOOD)
@@ -119,18 +123,18 @@ def test_boxes_alone(tmp_path: Path) -> None:
 
 
 def test_the_form_goes_out_as_it_came_in(tmp_path: Path) -> None:
-    told = content(3, [thing(0, 12, [3, 4, 10, 8], 90), thing(77, 10, [1, 1, 5, 5], iscrowd=1)])
-    form = opened(tmp_path, told, told).val.coco_dict()
+    coco = content(3, [annotation(0, 12, [3, 4, 10, 8], 90), annotation(77, 10, [1, 1, 5, 5], iscrowd=1)])
+    form = opened(tmp_path, coco, coco).val.coco_dict()
     assert form["categories"] == CATEGORIES
-    assert form["images"] == told["images"]
+    assert form["images"] == coco["images"]
     assert [entry.pop("id") for entry in form["annotations"]] == [1, 2]  # an id of 0 would be no match to the tools
-    by_image = sorted(told["annotations"], key=lambda entry: entry["image_id"])
+    by_image = sorted(coco["annotations"], key=lambda entry: entry["image_id"])
     assert form["annotations"] == [{k: v for k, v in e.items() if k != "id"} for e in by_image]
 
 
 def test_one_file_is_split(tmp_path: Path) -> None:
-    told = content(20, [thing(i + 1, 10 + i, [3, 4, 10, 8]) for i in range(20)])
-    path = write_coco(tmp_path, "all", told)
+    coco = content(20, [annotation(i + 1, 10 + i, [3, 4, 10, 8]) for i in range(20)])
+    path = write_coco(tmp_path, "all", coco)
     data = create_dataset(str(path), "detect")
     ids = [{part.image_id(i) for i in range(len(part))} for part in (data.train, data.val)]
     assert [len(part) for part in ids] == [16, 4]
@@ -142,7 +146,7 @@ def test_one_file_is_split(tmp_path: Path) -> None:
 
 
 def test_one_image_cannot_be_split(tmp_path: Path) -> None:
-    path = write_coco(tmp_path, "all", content(1, [thing(1, 10, [3, 4, 10, 8])]))
+    path = write_coco(tmp_path, "all", content(1, [annotation(1, 10, [3, 4, 10, 8])]))
     with pytest.raises(DataError, match=r"instances_all\.json has only one image; two are needed to hold one out"):
         create_dataset(str(path), "detect")
 
@@ -157,47 +161,47 @@ def test_as_the_camera_says(tmp_path: Path, tag: int, stored: bool, size: tuple[
     raw = shown.transpose(Image.Transpose(undo[tag])) if tag > 1 else shown
     exif = Image.Exif()
     exif[0x0112] = tag
-    told = content(1, [thing(1, 10, [3, 4, 10, 8])])
-    told["images"][0] |= dict(zip(("width", "height"), (raw if stored else shown).size, strict=True))
-    data = opened(tmp_path, told, told)
+    coco = content(1, [annotation(1, 10, [3, 4, 10, 8])])
+    coco["images"][0] |= dict(zip(("width", "height"), (raw if stored else shown).size, strict=True))
+    data = opened(tmp_path, coco, coco)
     raw.save(tmp_path / "val/10.png", exif=exif)
     expected = raw if stored and raw.size != shown.size else shown
     assert np.array_equal(data.val.sample(0).image.permute(1, 2, 0), np.asarray(expected))
 
 
 def test_fewer_categories_in_validation(tmp_path: Path) -> None:
-    val = content(1, [thing(1, 10, [3, 4, 10, 8], 90)], categories=CATEGORIES[2:])
-    data = opened(tmp_path, content(1, [thing(1, 10, [3, 4, 10, 8])]), val)
+    val = content(1, [annotation(1, 10, [3, 4, 10, 8], 90)], categories=CATEGORIES[2:])
+    data = opened(tmp_path, content(1, [annotation(1, 10, [3, 4, 10, 8])]), val)
     assert data.val.sample(0).labels.tolist() == [2]
     assert data.val.classes == data.classes
 
 
 @pytest.mark.parametrize("place", ["images/train", "images", "train", "."])
-def test_pictures_are_found(tmp_path: Path, place: str) -> None:
-    told = content(1, [thing(1, 10, [3, 4, 10, 8])])
-    path = write_coco(tmp_path, "train", told)
+def test_images_are_found(tmp_path: Path, place: str) -> None:
+    coco = content(1, [annotation(1, 10, [3, 4, 10, 8])])
+    path = write_coco(tmp_path, "train", coco)
     (tmp_path / place).mkdir(parents=True, exist_ok=True)
     (tmp_path / "train/10.png").rename(tmp_path / place / "10.png")
     data = create_dataset(f"coco:{path},{path}", "detect")
     assert data.train.sample(0).size == (32, 40)
 
 
-def test_pictures_beside_the_file(tmp_path: Path) -> None:
+def test_images_beside_the_file(tmp_path: Path) -> None:
     for part in ("train", "valid"):
-        told = content(1, [thing(1, 10, [3, 4, 10, 8])])
-        write_coco(tmp_path, part, told).rename(tmp_path / part / "_annotations.coco.json")
+        coco = content(1, [annotation(1, 10, [3, 4, 10, 8])])
+        write_coco(tmp_path, part, coco).rename(tmp_path / part / "_annotations.coco.json")
     (tmp_path / "annotations").rmdir()
     assert len(create_dataset(str(tmp_path), "detect").val) == 1
 
 
-def wrong(told: dict, **changes: object) -> dict:
+def wrong(coco: dict, **changes: object) -> dict:
     """A copy with one annotation's values replaced."""
-    told = json.loads(json.dumps(told))
-    told["annotations"][0].update(changes)
-    return told
+    coco = json.loads(json.dumps(coco))
+    coco["annotations"][0].update(changes)
+    return coco
 
 
-GOOD = content(2, [thing(1, 10, [3, 4, 10, 8]), thing(2, 11, [3, 4, 10, 8])])
+GOOD = content(2, [annotation(1, 10, [3, 4, 10, 8]), annotation(2, 11, [3, 4, 10, 8])])
 ERRORS = {
     "a list": ([], "is a list, not a COCO file with images, annotations and categories"),
     "no images": ({"annotations": [], "categories": []}, "has no list of images; is it a COCO annotation file"),
@@ -208,7 +212,7 @@ ERRORS = {
     ),
     "no size": ({**GOOD, "images": [{"id": 1, "file_name": "1.png"}]}, "entry 0 of images lacks 'width'"),
     "same image": ({**GOOD, "images": [GOOD["images"][0]] * 2}, "the id 10 occurs twice in images"),
-    "same thing": (wrong(GOOD, id=2), "the id 2 occurs twice in annotations"),
+    "same object": (wrong(GOOD, id=2), "the id 2 occurs twice in annotations"),
     "same category": ({**GOOD, "categories": [CATEGORIES[0]] * 2}, "the id 3 occurs twice in categories"),
     "category": (wrong(GOOD, category_id=4), "annotation 1 has category_id 4, which is not in categories"),
     "image": (wrong(GOOD, image_id=12), "annotation 1 has image_id 12, which is not in images"),
@@ -235,11 +239,11 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_what_may_be_wrong(tmp_path: Path, kind: str) -> None:
-    told, message = ERRORS[kind]
+def test_errors(tmp_path: Path, kind: str) -> None:
+    coco, message = ERRORS[kind]
     write_coco(tmp_path, "train", GOOD)
     path = write_coco(tmp_path, "val", GOOD)
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(coco))
     with pytest.raises(DataError, match=message) as caught:
         create_dataset(f"coco:{tmp_path}", "detect")
     assert "instances_val.json" in str(caught.value)
@@ -282,7 +286,7 @@ def test_categories_that_disagree(tmp_path: Path) -> None:
         opened(tmp_path, GOOD, content(1, [], categories=[{"id": 4, "name": "elk"}]))
 
 
-def test_what_shows_when_a_scene_is_read(tmp_path: Path) -> None:
+def test_errors_on_decoding(tmp_path: Path) -> None:
     data = opened(tmp_path, GOOD)
     Image.new("RGB", (20, 10)).save(tmp_path / "train/10.png")
     with pytest.raises(DataError, match=r"train/10\.png is 20x10 px, but .*instances_train\.json states 40x32"):

@@ -1,4 +1,4 @@
-"""Batches of scenes: the same ones however the work is spread."""
+"""Batches of annotated images are a function of seed, epoch and position, for any number of workers and processes."""
 
 import multiprocessing
 import random
@@ -12,13 +12,13 @@ import torch
 from PIL import Image
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from tests.data.annotated.files import blocks, content, scene_config, scene_recipe, thing, write_coco, write_pair
+from tests.data.annotated.files import annotation, blocks, content, dense_config, dense_recipe, write_coco, write_pair
 from tokamix.data import AnnotatedDataset, DataError, create_dataset
 from tokamix.data.annotated.loader import _pack, _unpack, create_eval_loader, create_train_loader
+from tokamix.data.shapes import AnnotatedShapes, Shapes
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 RAW = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255,) * 3}  # pixels from 0 to 255
-MOVED = {
+AUGMENTED = {
     "segment": {"scale": (80, 40), "scale_range": (0.5, 2.0), "cat_max": 0.75, "photometric": True},
     "detect": {"scale": (80, 60), "scales": (32, 40, 48), "crop_then_scale": True, "photometric": True},
 }
@@ -26,18 +26,20 @@ MOVED = {
 
 @pytest.fixture(scope="module")
 def sets() -> dict[str, AnnotatedDataset]:
-    return {task: create_dataset("shapes:48", task).val for task in MOVED}
+    """26 images: three batches of 8, and two images that do not fill one."""
+    shapes = Shapes(26, 48, part="val scenes", large=3)
+    return {task: AnnotatedShapes(shapes, task) for task in AUGMENTED}
 
 
 def batches(
-    dataset: AnnotatedDataset, task: str, epoch: int = 0, start: int = 0, train: bool = True, **more: Any
+    dataset: AnnotatedDataset, task: str, epoch: int = 0, start: int = 0, train: bool = True, **kwargs: Any
 ) -> list:
-    values = more.pop("values", {})
+    values = kwargs.pop("values", {})
     if train:
-        recipe = scene_recipe(task, **{"seed": more.pop("seed", 0), **MOVED[task], **values})
-        loader = create_train_loader(dataset, recipe, **{"batch_size": 8} | more)
+        recipe = dense_recipe(task, **{"seed": kwargs.pop("seed", 0), **AUGMENTED[task], **values})
+        loader = create_train_loader(dataset, recipe, **{"batch_size": 8} | kwargs)
     else:
-        loader = create_eval_loader(dataset, scene_config(task, **values), **{"batch_size": 8} | more)
+        loader = create_eval_loader(dataset, dense_config(task, **values), **{"batch_size": 8} | kwargs)
     return list(loader.epoch(epoch, start))
 
 
@@ -51,20 +53,20 @@ def same(a: Any, b: Any) -> bool:
     return a == b
 
 
-@pytest.mark.parametrize("task", MOVED)
+@pytest.mark.parametrize("task", AUGMENTED)
 def test_batches_are_a_function_of_seed_epoch_and_position(sets: dict, task: str) -> None:
     whole = batches(sets[task], task, epoch=3)
-    assert len(whole) == 16
+    assert [len(images) for images, _ in whole] == [8] * 3
     assert same(whole, batches(sets[task], task, epoch=3))
-    assert same(whole[5:], batches(sets[task], task, epoch=3, start=5))  # resumed
+    assert same(whole[1:], batches(sets[task], task, epoch=3, start=1))  # resumed
     assert not same(whole[0], batches(sets[task], task, epoch=4)[0])
     assert not same(whole[0], batches(sets[task], task, epoch=3, seed=1)[0])
 
 
-@pytest.mark.parametrize("task", MOVED)
-def test_each_epoch_changes_a_scene_in_another_way(sets: dict, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = sets[task].sample(0)
-    monkeypatch.setattr(type(sets[task]), "sample", lambda self, i, masks=True: scene)
+@pytest.mark.parametrize("task", AUGMENTED)
+def test_each_epoch_augments_a_sample_differently(sets: dict, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = sets[task].sample(0)
+    monkeypatch.setattr(type(sets[task]), "sample", lambda self, i, masks=True: sample)
     first, second = (
         torch.cat([image.flatten() for image in batches(sets[task], task, epoch)[0][0]]) for epoch in (0, 1)
     )
@@ -72,16 +74,16 @@ def test_each_epoch_changes_a_scene_in_another_way(sets: dict, task: str, monkey
 
 
 @pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("task", MOVED)
+@pytest.mark.parametrize("task", AUGMENTED)
 def test_workers_change_nothing(sets: dict, task: str, train: bool) -> None:
-    alone = batches(sets[task], task, epoch=1, train=train)
-    assert same(alone, batches(sets[task], task, epoch=1, train=train, workers=2))
-    assert same(alone[3:], batches(sets[task], task, epoch=1, start=3, train=train, workers=1))
+    expected = batches(sets[task], task, epoch=1, train=train)
+    assert len(expected) == (3 if train else 4)
+    assert same(expected[1:], batches(sets[task], task, epoch=1, start=1, train=train, workers=2))
 
 
-@pytest.mark.parametrize("task", MOVED)
+@pytest.mark.parametrize("task", AUGMENTED)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_processes_share_each_batch(sets: dict, task: str, world_size: int) -> None:
+def test_ranks_split_each_batch(sets: dict, task: str, world_size: int) -> None:
     whole = batches(sets[task], task)
     for rank in range(world_size):
         part = batches(sets[task], task, batch_size=8 // world_size, rank=rank, world_size=world_size)
@@ -90,8 +92,8 @@ def test_processes_share_each_batch(sets: dict, task: str, world_size: int) -> N
             assert same(list(targets[rank::world_size]), list(my_targets))
 
 
-@pytest.mark.parametrize("task", MOVED)
-def test_the_training_loops_generators_are_left_alone(sets: dict, task: str) -> None:
+@pytest.mark.parametrize("task", AUGMENTED)
+def test_global_generators_do_not_change(sets: dict, task: str) -> None:
     states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
     batches(sets[task], task)
     assert random.getstate() == states[0]
@@ -99,7 +101,7 @@ def test_the_training_loops_generators_are_left_alone(sets: dict, task: str) -> 
     assert torch.equal(torch.get_rng_state(), states[2])
 
 
-def test_to_train_a_segmenter(sets: dict) -> None:
+def test_batches_to_train_a_segmenter(sets: dict) -> None:
     seen = set()
     for images, classes in batches(sets["segment"], "segment", **RAW):
         assert images.shape == (8, 3, 32, 32)
@@ -112,26 +114,26 @@ def test_to_train_a_segmenter(sets: dict) -> None:
 
 @pytest.mark.parametrize("norm", [RAW, {}])
 def test_padding(norm: dict) -> None:
-    """What is smaller than the crop lies in the upper left corner; beside it are zeros after normalisation, and 255."""
-    dataset = create_dataset("shapes:16", "segment").val
-    scene = dataset.sample(0)
-    loader = create_train_loader(dataset, scene_recipe("segment", hflip=0.0), batch_size=128, **norm)
+    """An image smaller than the crop is in its upper left corner; the rest is 0 after normalisation, and 255."""
+    dataset = AnnotatedShapes(Shapes(4, 16), "segment")
+    sample = dataset.sample(0)
+    loader = create_train_loader(dataset, dense_recipe("segment", hflip=0.0), batch_size=4, **norm)
     images, classes = next(iter(loader.epoch(0)))
-    place = loader.order.indices(0).tolist().index(0)
-    assert torch.equal(classes[place, :16, :16], scene.segmentation.long())
+    position = loader.order.indices(0).tolist().index(0)
+    assert torch.equal(classes[position, :16, :16], sample.segmentation.long())
     assert (classes[:, 16:] == 255).all()
     assert (classes[:, :, 16:] == 255).all()
     assert (images[:, :, 16:] == 0).all()
     assert (images[:, :, :, 16:] == 0).all()
     mean, std = (torch.tensor(v)[:, None, None] for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
-    expected = scene.image.float() if norm else (scene.image / 255 - mean) / std
-    torch.testing.assert_close(images[place, :, :16, :16], expected, rtol=0, atol=1e-5)
+    expected = sample.image.float() if norm else (sample.image / 255 - mean) / std
+    torch.testing.assert_close(images[position, :, :16, :16], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_to_evaluate_a_segmenter(sets: dict, world_size: int) -> None:
-    """Every scene comes once, in order, with its target at the original size."""
-    dataset, found = sets["segment"], []
+def test_batches_to_evaluate_a_segmenter(sets: dict, world_size: int) -> None:
+    """Every sample comes once, in order, with its target at the original size."""
+    dataset, indices = sets["segment"], []
     for rank in range(world_size):
         for images, targets in batches(
             dataset, "segment", train=False, batch_size=5, rank=rank, world_size=world_size, values={"scale": (200, 64)}
@@ -142,29 +144,29 @@ def test_to_evaluate_a_segmenter(sets: dict, world_size: int) -> None:
                 assert target["size"] == (48, 48)
                 assert target["scale"] == (64 / 48, 64 / 48)
                 assert torch.equal(target["segmentation"], dataset.sample(target["index"]).segmentation.long())
-                found.append(target["index"])
-    assert sorted(found) == list(range(128))
-    assert world_size > 1 or found == list(range(128))
+                indices.append(target["index"])
+    assert sorted(indices) == list(range(26))
+    assert world_size > 1 or indices == list(range(26))
 
 
-def test_to_train_a_detector(sets: dict) -> None:
+def test_batches_to_train_a_detector(sets: dict) -> None:
     dataset = sets["detect"]
     plain = {"hflip": 0.0, "photometric": False, "scales": (96,), "scale": (96, 96), "crop_then_scale": False}
     for images, targets in batches(dataset, "detect", values=plain, **RAW):
         for image, target in zip(images, targets, strict=True):
             assert set(target) == {"boxes", "labels", "masks", "image_id", "index", "size", "scale"}
-            scene = dataset.sample(target["index"])
+            sample = dataset.sample(target["index"])
             assert image.shape == (3, 96, 96)
-            assert torch.equal(target["boxes"], 2 * scene.boxes)
-            assert torch.equal(target["labels"], scene.labels)
+            assert torch.equal(target["boxes"], 2 * sample.boxes)
+            assert torch.equal(target["labels"], sample.labels)
             assert target["masks"].dtype == torch.bool
-            assert torch.equal(target["masks"][:, ::2, ::2], scene.masks)
+            assert torch.equal(target["masks"][:, ::2, ::2], sample.masks)
             assert target["scale"] == (2.0, 2.0)
-            # nearest is not how images are resized, but means stay
-            torch.testing.assert_close(image.mean((1, 2)), scene.image.float().mean((1, 2)), rtol=0, atol=0.6)
+            # images are not resized by the nearest pixel, but their means stay
+            torch.testing.assert_close(image.mean((1, 2)), sample.image.float().mean((1, 2)), rtol=0, atol=0.6)
 
 
-def test_to_evaluate_a_detector(sets: dict) -> None:
+def test_batches_to_evaluate_a_detector(sets: dict) -> None:
     images, targets = batches(sets["detect"], "detect", train=False, values={"scale": (96, 96)})[0]
     assert images[0].shape == (3, 96, 96)
     assert set(targets[0]) == {"boxes", "labels", "crowd", "image_id", "index", "size", "scale"}
@@ -173,20 +175,22 @@ def test_to_evaluate_a_detector(sets: dict) -> None:
     assert torch.equal(with_masks[0]["masks"], sets["detect"].sample(0).masks)
 
 
-def test_masks_only_where_they_are_needed(sets: dict, tmp_path: Path) -> None:
+def test_masks_only_for_methods_that_learn_them(sets: dict, tmp_path: Path) -> None:
     assert "masks" not in batches(sets["detect"], "detect", values={"method": "retinanet"})[0][1][0]
-    told = [{k: v for k, v in thing(i, 10 + i, [3, 4, 10, 8]).items() if k != "segmentation"} for i in range(8)]
+    boxes_only = [
+        {k: v for k, v in annotation(i, 10 + i, [3, 4, 10, 8]).items() if k != "segmentation"} for i in range(8)
+    ]
     for part in ("train", "val"):
-        write_coco(tmp_path, part, content(8, told))
-    boxes_alone = create_dataset(str(tmp_path), "detect").train
-    assert "masks" not in batches(boxes_alone, "detect", values={"method": "retinanet"})[0][1][0]
+        write_coco(tmp_path, part, content(8, boxes_only))
+    dataset = create_dataset(str(tmp_path), "detect").train
+    assert "masks" not in batches(dataset, "detect", values={"method": "retinanet"})[0][1][0]
     with pytest.raises(DataError, match="mask_rcnn learns masks, but the annotations have only boxes; use retinanet"):
-        batches(boxes_alone, "detect")
+        batches(dataset, "detect")
 
 
-def test_scenes_without_things(tmp_path: Path) -> None:
+def test_images_without_objects(tmp_path: Path) -> None:
     for part in ("train", "val"):
-        write_coco(tmp_path, part, content(8, [thing(1, 10, [3, 4, 10, 8])]))
+        write_coco(tmp_path, part, content(8, [annotation(1, 10, [3, 4, 10, 8])]))
     data = create_dataset(f"coco:{tmp_path}?empty=keep", "detect")
     for train in (True, False):
         counts = []
@@ -199,7 +203,7 @@ def test_scenes_without_things(tmp_path: Path) -> None:
         assert sorted(counts) == [0] * 7 + [1]
 
 
-def test_what_cannot_be_decoded(tmp_path: Path) -> None:
+def test_undecodable_samples_are_named_or_skipped(tmp_path: Path) -> None:
     for part in ("train", "val"):
         for name in ("p", "qq", "rrr", "ssss"):
             write_pair(tmp_path / "images" / part, tmp_path / "masks" / part, name, blocks(0, 1))
@@ -211,16 +215,16 @@ def test_what_cannot_be_decoded(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"qq\.png has the value 9.*; remove it, or skip such images"):
             batches(part, "segment", train=train, batch_size=4, workers=1)
         if train:
-            loader = create_train_loader(part, scene_recipe("segment"), batch_size=4, corrupt="skip")
+            loader = create_train_loader(part, dense_recipe("segment"), batch_size=4, corrupt="skip")
         else:
-            loader = create_eval_loader(part, scene_config("segment"), batch_size=4, corrupt="skip")
+            loader = create_eval_loader(part, dense_config("segment"), batch_size=4, corrupt="skip")
         images, _ = next(iter(loader.epoch(0)))
         assert len(images) == (4 if train else 3)
         assert [Path(name).name for name in loader.skipped] == ["qq.jpg"]
 
 
-def test_batches_that_cannot_be(sets: dict) -> None:
-    with pytest.raises(ValueError, match="128 training images do not fill one batch of 130; lower batch_size"):
+def test_impossible_batches(sets: dict) -> None:
+    with pytest.raises(ValueError, match="26 training images do not fill one batch of 130; lower batch_size"):
         batches(sets["detect"], "detect", batch_size=130)
     with pytest.raises(ValueError, match="rank 2 of 2 processes does not exist"):
         batches(sets["detect"], "detect", rank=2, world_size=2)
@@ -238,39 +242,39 @@ def test_packing() -> None:
     assert len(_pack([])[0]) == 0
 
 
-def test_packing_survives_the_way_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loader's thread that pins memory takes lists and tuples apart."""
+def test_packing_survives_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's thread that pins memory rebuilds lists and tuples."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor.clone())
     targets = [{"a": torch.arange(6).view(2, 3), "size": (3, 5)}, {"a": torch.arange(2).view(1, 2), "size": (1, 2)}]
     assert same(_unpack(*pin_memory(_pack(targets))), targets)
 
 
-def test_workers_go_with_their_loader(sets: dict) -> None:
-    loader = create_eval_loader(sets["detect"], scene_config("detect"), batch_size=8, workers=2)
+def test_workers_end_with_their_loader(sets: dict) -> None:
+    loader = create_eval_loader(sets["detect"], dense_config("detect"), batch_size=8, workers=2)
     next(iter(loader.epoch(0)))
     processes = multiprocessing.active_children()
     assert len(processes) >= 2
-    begun = time.monotonic()
+    start = time.monotonic()
     del loader
     assert not any(process.is_alive() for process in processes)
-    assert time.monotonic() - begun < 4  # each was waited for five seconds when the garbage collector had to find it
+    assert time.monotonic() - start < 4  # with a reference cycle, each worker was waited for five seconds
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("task", MOVED)
-def test_devices_see_the_same(sets: dict, task: str, device: str) -> None:
-    for (images, targets), (mine, my_targets) in zip(
-        batches(sets[task], task), batches(sets[task], task, device=device, workers=2), strict=True
-    ):
-        for a, b in zip(images, mine, strict=True):
-            assert b.device.type == device
-            torch.testing.assert_close(b.cpu(), a, rtol=0, atol=1e-5)
-        assert same(targets, on_cpu(my_targets))
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("task", AUGMENTED)
+def test_a_gpu_gets_the_same_batches(sets: dict, task: str) -> None:
+    on_cpu, on_gpu = batches(sets[task], task), batches(sets[task], task, device="cuda", workers=2)
+    for (images, targets), (gpu_images, gpu_targets) in zip(on_cpu, on_gpu, strict=True):
+        for image, gpu_image in zip(images, gpu_images, strict=True):
+            assert gpu_image.device.type == "cuda"
+            torch.testing.assert_close(gpu_image.cpu(), image, rtol=0, atol=1e-5)
+        assert same(targets, to_cpu(gpu_targets))
 
 
-def on_cpu(batch: Any) -> Any:
+def to_cpu(batch: Any) -> Any:
     if isinstance(batch, torch.Tensor):
         return batch.cpu()
     if isinstance(batch, dict):
-        return {name: on_cpu(value) for name, value in batch.items()}
-    return [on_cpu(value) for value in batch] if isinstance(batch, list) else batch
+        return {name: to_cpu(value) for name, value in batch.items()}
+    return [to_cpu(value) for value in batch] if isinstance(batch, list) else batch

@@ -15,10 +15,10 @@ from tokamix.data.annotated.mask_folder import VOC
 
 
 def make_voc(root: Path) -> Path:
-    pictures, masks, lists = root / "JPEGImages", root / "SegmentationClass", root / "ImageSets/Segmentation"
+    images, masks, lists = root / "JPEGImages", root / "SegmentationClass", root / "ImageSets/Segmentation"
     for name, values in (("a", (0, 20, 255)), ("bb", (3, 0, 0)), ("ccc", (1, 1, 1))):
-        write_pair(pictures, masks, name, blocks(*values), palette=True)
-    write_pair(pictures, root / "elsewhere", "not_labelled", blocks(0))
+        write_pair(images, masks, name, blocks(*values), palette=True)
+    write_pair(images, root / "elsewhere", "not_labelled", blocks(0))
     lists.mkdir(parents=True)
     (lists / "train.txt").write_text("a\nccc\n")
     (lists / "val.txt").write_text("bb\n")
@@ -36,10 +36,10 @@ def test_photos_that_a_camera_turned(tmp_path: Path) -> None:
     Image.fromarray(blocks(0, 1, 2).T).save(tmp_path / "masks/stored.png")
     (tmp_path / "classes.txt").write_text("a\nb\nc\n")
     data = create_dataset(str(tmp_path), "segment")
-    scenes = {Path(part.name_of(0)).stem: part.sample(0) for part in (data.train, data.val)}
+    samples = {Path(part.name_of(0)).stem: part.sample(0) for part in (data.train, data.val)}
     turned = np.asarray(photo.transpose(Image.Transpose.ROTATE_270))
-    assert np.array_equal(scenes["shown"].image.permute(1, 2, 0), turned)
-    assert np.array_equal(scenes["stored"].image.permute(1, 2, 0), np.asarray(photo))
+    assert np.array_equal(samples["shown"].image.permute(1, 2, 0), turned)
+    assert np.array_equal(samples["stored"].image.permute(1, 2, 0), np.asarray(photo))
     Image.fromarray(blocks(0, 1, 2).T).save(tmp_path / "masks/stored.png")
     photo.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "images/stored.jpg", "PNG")
     part = data.train if Path(data.train.name_of(0)).stem == "stored" else data.val
@@ -54,11 +54,11 @@ def test_voc(tmp_path: Path, inner: str) -> None:
     assert data.classes == VOC
     assert len(VOC) == 21
     assert [data.train.name_of(i).rpartition("/")[2] for i in range(2)] == ["a.jpg", "ccc.jpg"]
-    scene = data.train.sample(0)
-    assert scene.segmentation.dtype == torch.uint8
-    assert torch.equal(scene.segmentation, torch.from_numpy(blocks(0, 20, 255)))  # indices, whatever the palette
-    assert scene.size == (8, 12)
-    assert scene.boxes.shape == (0, 4)
+    sample = data.train.sample(0)
+    assert sample.segmentation.dtype == torch.uint8
+    assert torch.equal(sample.segmentation, torch.from_numpy(blocks(0, 20, 255)))  # indices, whatever the palette
+    assert sample.size == (8, 12)
+    assert sample.boxes.shape == (0, 4)
     assert data.val.sample(0).segmentation[0].tolist() == [3] * 4 + [0] * 8
     with pytest.raises(DataError, match="have semantic masks, but no objects"):
         data.val.coco_dict()
@@ -68,11 +68,11 @@ def test_ade(tmp_path: Path) -> None:
     """0 counts for nothing there, and the classes start at 1."""
     for part in ("training", "validation"):
         write_pair(tmp_path / "images" / part, tmp_path / "annotations" / part, "x", blocks(0, 1, 150))
-    rows = [f"{i}\t0.1\t10\t1\tthing {i}, and more words" for i in range(1, 151)]
+    rows = [f"{i}\t0.1\t10\t1\tobject {i}, and more words" for i in range(1, 151)]
     (tmp_path / "objectInfo150.txt").write_text("\n".join(["Idx\tRatio\tTrain\tVal\tName", *rows]))
     data = create_dataset(str(tmp_path), "segment")
     assert data.num_classes == 150
-    assert data.classes[:2] == ("thing 1", "thing 2")
+    assert data.classes[:2] == ("object 1", "object 2")
     assert data.train.category_ids == tuple(range(1, 151))
     assert data.val.sample(0).segmentation[0].tolist() == [255] * 4 + [0] * 4 + [149] * 4
     kept = create_dataset(f"masks:{tmp_path}?zero=class&classes=151", "segment")
@@ -135,7 +135,7 @@ def test_masks_of_another_size(folder: Path) -> None:
         data.val.sample(1)
 
 
-def test_masks_that_are_none(folder: Path) -> None:
+def test_invalid_masks(folder: Path) -> None:
     data = create_dataset(str(folder), "segment")
     Image.new("RGB", (12, 8)).save(folder / "masks/val/p.png")
     with pytest.raises(DataError, match=r"p\.png has 3 channels \(RGB\), but a mask has one"):
@@ -158,7 +158,7 @@ def test_sixteen_bits(folder: Path) -> None:
         data.val.sample(0)
 
 
-def test_what_is_missing(folder: Path) -> None:
+def test_missing_files(folder: Path) -> None:
     (folder / "masks/train/p.png").unlink()
     with pytest.raises(DataError, match=r"images/train/p\.jpg has no mask in .*masks/train \(1 of 2 have none\)"):
         create_dataset(str(folder), "segment")
@@ -172,7 +172,7 @@ def test_what_is_missing(folder: Path) -> None:
         create_dataset(f"masks:{folder}/nowhere", "segment")
 
 
-def test_what_is_listed_but_missing(tmp_path: Path) -> None:
+def test_listed_files_that_are_missing(tmp_path: Path) -> None:
     make_voc(tmp_path)
     (tmp_path / "ImageSets/Segmentation/val.txt").write_text("bb\nzebra\n")
     with pytest.raises(DataError, match=r"zebra of .*val\.txt is not in .*JPEGImages \(1 images are missing\)"):

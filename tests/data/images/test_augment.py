@@ -22,8 +22,8 @@ MEAN = (0.5, 0.5, 0.5)
 GREY = torch.tensor(module.GREY)[:, None, None]
 
 
-def pictures(count: int = 6, side: int = 32, smooth: bool = True) -> Tensor:
-    """Pictures with soft edges, unlike noise: interpolation of noise would compare kernels, not places."""
+def noise_images(count: int = 6, side: int = 32, smooth: bool = True) -> Tensor:
+    """Images with soft edges, unlike noise: interpolation of noise would compare kernels, not places."""
     draw = torch.Generator().manual_seed(0)
     small = torch.rand(count, 3, 6, 6, generator=draw)
     images = F.interpolate(small, side, mode="bicubic") if smooth else torch.rand(count, 3, side, side, generator=draw)
@@ -65,7 +65,7 @@ COLOURS = [
 @pytest.mark.parametrize("name", COLOURS)
 @pytest.mark.parametrize(("level", "sign"), [(0.9, 1.0), (0.9, -1.0), (0.35, 1.0), (0.0, 1.0), (1.0, -1.0)])
 def test_colours_are_pillows(name: str, level: float, sign: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    images = pictures()
+    images = noise_images()
     monkeypatch.setattr(random, "random", lambda: 0.9 if sign < 0 else 0.1)  # what timm asks for the sign
     arguments = LEVEL_TO_ARG[name](level * 10, {}) if LEVEL_TO_ARG[name] else ()
     if name.startswith("Posterize") and arguments == (0,):  # Pillow 13 refuses to keep no bits at all
@@ -102,7 +102,7 @@ def geometry(name: str, images: Tensor, level: float, sign: float, fill: Tensor 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_rotation_is_pillows(sign: float) -> None:
-    images = pictures(3)
+    images = noise_images(3)
     expected = torch.stack([from_pil(to_pil(i).rotate(27 * sign, Image.Resampling.BILINEAR)) for i in images])
     found = geometry("Rotate", images, 0.9, sign)
     inner = (..., slice(6, -6), slice(6, -6))  # further out Pillow shows black
@@ -110,7 +110,7 @@ def test_rotation_is_pillows(sign: float) -> None:
 
 
 def test_shifts_and_shears() -> None:
-    images = pictures(3, side=20)
+    images = noise_images(3, side=20)
     fill = torch.tensor([10.0, 20.0, 30.0])[:, None, None]
     level = 4 / 20 / 0.45  # four pixels
     right = geometry("TranslateXRel", images, level, 1.0, fill)
@@ -173,7 +173,7 @@ def test_crops_are_torchvisions() -> None:
 
 
 def test_a_crop_shows_its_box() -> None:
-    images = pictures(1, side=40)
+    images = noise_images(1, side=40)
     matrix = torch.tensor([[[20 / 40, 0, (10 + 30) / 40 - 1], [0, 20 / 40, (5 + 25) / 40 - 1]]])
     found = module._warped(images.float(), matrix, 20, "bicubic", None)
     assert torch.equal(found, images[..., 5:25, 10:30].float())
@@ -196,7 +196,7 @@ def run(values: dict, images: Tensor, seed: int = 0, size: int = 0) -> Tensor:
 
 
 def test_padding_and_flips_only_move_pixels() -> None:
-    images = pictures(64, side=12)
+    images = noise_images(64, side=12)
     found = run({"crop_scale": None, "crop_padding": 3, "hflip": 0.5}, images)
     padded = F.pad(images, [3] * 4)
     places = set()
@@ -217,7 +217,7 @@ def test_padding_and_flips_only_move_pixels() -> None:
 
 
 def test_colour_jitter_is_torchvisions_in_its_order() -> None:
-    images = pictures(4)
+    images = noise_images(4)
     table = module._jitter(4, 0.4, generator(0))
     found = recoloured(images, table)
     factors = (0.6 + 0.8 * torch.rand(4, 3, generator=generator(0))).tolist()
@@ -231,7 +231,7 @@ def test_colour_jitter_is_torchvisions_in_its_order() -> None:
 
 
 def test_three_augment() -> None:
-    images = pictures(300)
+    images = noise_images(300)
     found = run({"crop_scale": None, "hflip": 0.0, "augment": "3-augment"}, images)
     kinds = {"grey": 0, "solarised": 0, "blurred": 0}
     for image, out in zip(images.float(), found, strict=True):
@@ -247,7 +247,7 @@ def test_three_augment() -> None:
     assert all(70 < count < 130 for count in kinds.values())
 
 
-def test_blur_has_the_width_it_is_told() -> None:
+def test_blur_has_the_given_width() -> None:
     dot = torch.zeros(3, 1, 21, 21)
     dot[..., 10, 10] = 1000.0
     sigma = torch.tensor([0.0, 0.7, 2.0])
@@ -288,7 +288,7 @@ def test_erasing() -> None:
 
 
 def test_whole_policies() -> None:
-    images = pictures(64, side=16)
+    images = noise_images(64, side=16)
     for values in (
         {"augment": "rand-m9-mstd0.5-inc1", "crop_scale": (0.2, 1.0)},
         {"augment": "rand-m9-n3-t3aw", "crop_scale": None, "crop_padding": 2},
@@ -307,7 +307,7 @@ def test_whole_policies() -> None:
 
 def test_grey_and_many_channels() -> None:
     for channels in (1, 5):
-        images = pictures(8)[:, :1].expand(-1, channels, -1, -1)
+        images = noise_images(8)[:, :1].expand(-1, channels, -1, -1)
         augment = Augment(recipe(image_size=32, augment="rand-m9-inc1-p1.0"), (0.5,) * channels, CPU)
         found = augment(images, augment.plan(8, (32, 32), generator(0)))
         assert found.shape == images.shape

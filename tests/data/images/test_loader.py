@@ -34,7 +34,7 @@ RECIPES = {
 
 @pytest.fixture(params=["resident", "worker"])
 def dataset(request: pytest.FixtureRequest) -> ImageDataset:
-    """45 pictures of 20 px: as an array, and as one that is not told to be one."""
+    """45 images of 20 px: as an array, and as a data set without arrays."""
     images = torch.randint(256, (45, 3, 20, 20), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     made = ArrayDataset(images, torch.arange(45) % 5, tuple("abcde"))
     if request.param == "worker":
@@ -66,7 +66,7 @@ def eval_batches(dataset: ImageDataset, batch_size: int = 8, **kwargs) -> list[t
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_resuming_gives_the_rest(dataset: ImageDataset, name: str) -> None:
+def test_resuming_yields_the_remaining_batches(dataset: ImageDataset, name: str) -> None:
     whole = batches(dataset, RECIPES[name], epoch=3)
     assert len(whole) == 5
     assert whole[0][0].shape == (8, 3, 16, 16)
@@ -79,7 +79,7 @@ def test_resuming_gives_the_rest(dataset: ImageDataset, name: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_processes_share_each_batch(dataset: ImageDataset, name: str, world_size: int) -> None:
+def test_ranks_split_each_batch(dataset: ImageDataset, name: str, world_size: int) -> None:
     whole = batches(dataset, RECIPES[name])
     parts = [
         batches(dataset, RECIPES[name], batch_size=8 // world_size, rank=rank, world_size=world_size)
@@ -92,7 +92,7 @@ def test_processes_share_each_batch(dataset: ImageDataset, name: str, world_size
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_training_loops_generators_are_left_alone(dataset: ImageDataset, name: str) -> None:
+def test_global_generators_do_not_change(dataset: ImageDataset, name: str) -> None:
     states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
     batches(dataset, RECIPES[name])
     assert random.getstate() == states[0]
@@ -113,17 +113,23 @@ def test_workers_change_nothing(folder: Path) -> None:
     assert same(alone, list(loader.epoch(1)))
 
 
+def check_endless(dataset: ImageDataset, values: Recipe, workers: int) -> None:
+    epochs = [batches(dataset, values, epoch) for epoch in (1, 2, 3)]
+    expected = [*epochs[0][1:], *epochs[1], *epochs[2][:1]]
+    loader = create_train_loader(dataset, values, batch_size=8, workers=workers)
+    assert same(list(islice(loader.endless(1, start=1), len(expected))), expected)
+
+
 @pytest.mark.parametrize("name", ["crop", "strong"])
-def test_endless_is_epoch_after_epoch(dataset: ImageDataset, folder: Path, name: str) -> None:
-    values, data = RECIPES[name], create_dataset(str(folder)).train
-    workers = create_train_loader(data, values, batch_size=8, workers=2)
-    for made, loader in ((dataset, create_train_loader(dataset, values, batch_size=8)), (data, workers)):
-        after = [batches(made, values, epoch) for epoch in (1, 2, 3)]
-        expected = [*after[0][1:], *after[1], *after[2][:1]]
-        assert same(list(islice(loader.endless(1, start=1), len(expected))), expected)
+def test_endless_is_epoch_after_epoch(dataset: ImageDataset, name: str) -> None:
+    check_endless(dataset, RECIPES[name], workers=0)
 
 
-def test_each_picture_comes_once_an_epoch(dataset: ImageDataset) -> None:
+def test_endless_with_workers(folder: Path) -> None:
+    check_endless(create_dataset(folder).train, RECIPES["strong"], workers=2)
+
+
+def test_each_image_comes_once_an_epoch(dataset: ImageDataset) -> None:
     numbered = ArrayDataset(torch.zeros(45, 3, 20, 20, dtype=torch.uint8), range(45), [str(i) for i in range(45)])
     numbered.arrays = type(dataset).arrays.__get__(numbered) if dataset.arrays() else dataset.arrays
     first, second = (torch.cat([y for _, y in batches(numbered, recipe(), e, batch_size=9)]) for e in (0, 1))
@@ -143,7 +149,7 @@ def test_copies_differ(dataset: ImageDataset) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 7])
-def test_evaluation_sees_each_picture_once_in_order(dataset: ImageDataset, world_size: int) -> None:
+def test_evaluation_yields_each_image_once_in_order(dataset: ImageDataset, world_size: int) -> None:
     found = {}
     for rank in range(world_size):
         part = eval_batches(dataset, 2, image_size=20, crop_pct=1.0, rank=rank, world_size=world_size, **RAW)
@@ -170,7 +176,7 @@ def test_evaluation_is_timms(dataset: ImageDataset, size: int, crop: float) -> N
     torch.testing.assert_close(images, expected, rtol=0, atol=0.04 if isinstance(loader, ResidentLoader) else 1e-5)
 
 
-def test_pictures_that_are_not_square() -> None:
+def test_images_that_are_not_square() -> None:
     images = torch.randint(256, (9, 3, 12, 30), dtype=torch.uint8)
     data = ArrayDataset(images, [0] * 9, ("a",))
     for values in (recipe(), recipe(crop_scale=None), recipe(crop_scale=None, crop_padding=2)):
@@ -205,7 +211,7 @@ def test_normalisation(dataset: ImageDataset) -> None:
     torch.testing.assert_close(images, (expected - mean) / std, rtol=1e-5, atol=1e-5)
 
 
-def test_kinds() -> None:
+def test_choice_of_the_loader() -> None:
     digits = create_dataset("digits").train
     assert isinstance(create_train_loader(digits, recipe(), batch_size=8), ResidentLoader)
     assert isinstance(create_train_loader(digits, recipe(augment="original"), batch_size=8), WorkerLoader)
@@ -222,14 +228,14 @@ def test_timms_other_policies(policy: str) -> None:
     assert images.isfinite().all()
 
 
-def test_posterize_may_keep_nothing(folder: Path) -> None:
+def test_posterize_with_zero_bits(folder: Path) -> None:
     """timm's level 10 asks for 0 bits, which Pillow 13 refuses."""
     data = create_dataset(str(folder)).train
     found = batches(data, recipe(augment="rand-m10-n8-inc1-p1.0"), batch_size=24)
     assert found[0][0].isfinite().all()
 
 
-def test_sizes_that_cannot_be() -> None:
+def test_impossible_sizes() -> None:
     digits = create_dataset("digits").train
     with pytest.raises(ValueError, match="1438 training images do not fill one batch of 4096; lower batch_size"):
         create_train_loader(digits, recipe(), batch_size=2048, world_size=2)
@@ -244,10 +250,10 @@ def test_sizes_that_cannot_be() -> None:
 
 @pytest.fixture
 def broken(folder: Path) -> ImageDataset:
-    """24 pictures, three of which are broken in different ways."""
+    """24 images, three of which are broken in different ways."""
     (folder / "train" / "ant" / "0.png").write_bytes(b"")
     (folder / "train" / "bee" / "1.jpg").write_bytes(encoded(noise(0), "JPEG")[:600])
-    (folder / "train" / "cat" / "2.png").write_text("no picture")
+    (folder / "train" / "cat" / "2.png").write_text("no image")
     return create_dataset(str(folder)).train
 
 
@@ -261,14 +267,16 @@ def test_a_corrupt_file_stops_training_in_one_sentence(broken: ImageDataset, wor
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_or_is_skipped_and_counted(broken: ImageDataset, workers: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_corrupt_files_are_skipped_and_counted(
+    broken: ImageDataset, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
     loader = create_train_loader(broken, recipe(), batch_size=8, workers=workers, corrupt="skip")
     with caplog.at_level(logging.WARNING, "tokamix"):
         first = list(loader.epoch(0))
         list(loader.epoch(1))
     assert [len(images) for images, _ in first] == [8] * 3
     assert len(loader.skipped) == 3
-    assert len(caplog.records) == 3  # each is told once
+    assert len(caplog.records) == 3  # each is logged once
     assert same(first, batches(broken, recipe(), corrupt="skip"))
     loader = create_eval_loader(broken, eval_config(), batch_size=8, workers=workers, corrupt="skip")
     assert sum(len(labels) for _, labels in loader.epoch(0)) == 21
@@ -276,8 +284,8 @@ def test_or_is_skipped_and_counted(broken: ImageDataset, workers: int, caplog: p
 
 
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 1), (1, 8), (2, 1), (2, 4)])
-def test_the_next_of_the_epoch_takes_its_place(broken: ImageDataset, world_size: int, batch_size: int) -> None:
-    """Also where a process has one picture a batch; what stands where depends on neither."""
+def test_the_next_image_of_the_epoch_replaces_a_bad_one(broken: ImageDataset, world_size: int, batch_size: int) -> None:
+    """Also where a process has one image a batch; what stands where depends on neither."""
     order = create_train_loader(broken, recipe(), batch_size=8, resident=False).order.indices(0).tolist()
     bad = [i for i in range(24) if broken.name_of(i).endswith(("ant/0.png", "bee/1.jpg", "cat/2.png"))]
     assert len(bad) == 3
@@ -293,7 +301,7 @@ def test_the_next_of_the_epoch_takes_its_place(broken: ImageDataset, world_size:
     assert labels.tolist() == [int(broken.labels[i]) for i in expected]
 
 
-def test_a_batch_with_nothing_to_show(broken: ImageDataset, tmp_path: Path) -> None:
+def test_batches_without_decodable_images(broken: ImageDataset, tmp_path: Path) -> None:
     for file in (tmp_path / "train").rglob("*.*"):
         file.write_bytes(b"")
     loader = create_train_loader(broken, recipe(), batch_size=8, corrupt="skip")
@@ -302,7 +310,7 @@ def test_a_batch_with_nothing_to_show(broken: ImageDataset, tmp_path: Path) -> N
     assert list(create_eval_loader(broken, eval_config(), batch_size=8, corrupt="skip").epoch(0)) == []
 
 
-def test_what_is_skipped_is_not_decoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_does_not_decode_earlier_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = create_dataset(str(folder)).train
     spy = Mock(side_effect=decode_image)
     monkeypatch.setattr("tokamix.data.images.datasets.decode_image", spy)
@@ -311,7 +319,7 @@ def test_what_is_skipped_is_not_decoded(folder: Path, monkeypatch: pytest.Monkey
 
 
 class Deadly(ArrayDataset):
-    """A data set whose pictures kill whoever asks for them."""
+    """A data set whose images kill whoever asks for them."""
 
     def image(self, i: int, min_size: int | None = None) -> Tensor:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -330,7 +338,7 @@ def test_a_killed_worker_ends_with_a_clear_error() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_gpu_sees_what_a_cpu_sees(dataset: ImageDataset, name: str) -> None:
+def test_a_gpu_gets_the_batches_of_a_cpu(dataset: ImageDataset, name: str) -> None:
     """ResidentLoader: the same numbers for all but rounding; nothing in an epoch waits for the device."""
     here, there = (batches(dataset, RECIPES[name], device=device) for device in ("cpu", "cuda"))
     for (x, y), (u, v) in zip(here, there, strict=True):

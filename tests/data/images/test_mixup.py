@@ -39,7 +39,8 @@ def test_shares_follow_the_beta_distribution() -> None:
     """Beta(1, 1) is uniform; Beta(0.2, 0.2) prefers the ends."""
     shares = {}
     for alpha in (1.0, 0.2):
-        batches = [mix(IMAGES, LABELS, recipe(mixup=alpha, label_smoothing=0.0), 8, (0, 0, i)) for i in range(400)]
+        values = recipe(mixup=alpha, label_smoothing=0.0)
+        batches = [mix(IMAGES, LABELS, values, 8, (0, 0, i)) for i in range(400)]
         shares[alpha] = torch.stack([targets[0, 0] for _, targets in batches])
         assert abs(shares[alpha].mean() - 0.5) < 0.05
     assert shares[1.0].std() == pytest.approx(12**-0.5, abs=0.03)

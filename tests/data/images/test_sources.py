@@ -111,8 +111,8 @@ def test_annotations_need_their_task(tmp_path: Path) -> None:
         create_dataset(tmp_path / "coco")
 
 
-def test_what_may_be_wrong_with_a_folder(folder: Path, tmp_path: Path) -> None:
-    (folder / "train" / "bee" / "notes.txt").write_text("no picture")
+def test_errors_of_folders(folder: Path, tmp_path: Path) -> None:
+    (folder / "train" / "bee" / "notes.txt").write_text("no image")
     (folder / "train" / "bee" / ".hidden.png").write_bytes(b"")
     assert len(create_dataset(str(folder)).train) == 24
     (folder / "val" / "dog").mkdir()
@@ -134,18 +134,18 @@ def test_what_may_be_wrong_with_a_folder(folder: Path, tmp_path: Path) -> None:
 
 
 def test_packs(tmp_path: Path) -> None:
-    pictures = [noise(i, 24, 20) for i in range(10)]
-    a = write_pack(tmp_path / "a.npz", [encoded(p) for p in pictures[:4]], [0, 1, 0, 1])
-    b = write_pack(tmp_path / "b.npz", [encoded(p) for p in pictures[4:7]], [1, 1, 0])
-    val = write_pack(tmp_path / "c_test.npz", [encoded(p) for p in pictures[7:]], [0, 0, 1])
+    originals = [noise(i, 24, 20) for i in range(10)]
+    a = write_pack(tmp_path / "a.npz", [encoded(p) for p in originals[:4]], [0, 1, 0, 1])
+    b = write_pack(tmp_path / "b.npz", [encoded(p) for p in originals[4:7]], [1, 1, 0])
+    val = write_pack(tmp_path / "c_test.npz", [encoded(p) for p in originals[7:]], [0, 0, 1])
     data = create_dataset(f"{a},{val},{b}")
     assert data.classes == ("a", "b")
     images, labels = data.train.arrays()
     assert images.shape == (7, 3, 20, 24)
     assert labels.tolist() == [0, 1, 0, 1, 1, 1, 0]
-    for i, picture in enumerate(pictures[:7]):
-        assert np.array_equal(images[i].permute(1, 2, 0), picture)
-        assert np.array_equal(data.train[i][0], picture)
+    for i, image in enumerate(originals[:7]):
+        assert np.array_equal(images[i].permute(1, 2, 0), image)
+        assert np.array_equal(data.train[i][0], image)
     assert len(data.val) == 3
     split = create_dataset(str(a))
     assert (len(split.train), len(split.val)) == (2, 2)
@@ -176,7 +176,7 @@ def test_a_broken_image_is_named_by_its_number_in_the_pack(tmp_path: Path) -> No
                     split.image(i)
 
 
-def test_what_may_be_wrong_with_a_pack(tmp_path: Path) -> None:
+def test_errors_of_packs(tmp_path: Path) -> None:
     good = [encoded(noise(i)) for i in range(4)]
     with pytest.raises(DataError, match=r"the file .*none\.npz"):
         create_dataset(str(tmp_path / "none.npz"))
@@ -229,7 +229,7 @@ def test_unknown_names() -> None:
 
 @pytest.fixture
 def cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """CIFAR-100's own files, with few pictures; torchvision checks their sums, which are told to it."""
+    """CIFAR-100's own files, with few images; torchvision's check of their sums is switched off."""
     from torchvision import datasets
 
     folder = tmp_path / datasets.CIFAR100.base_folder
@@ -304,26 +304,26 @@ def test_shapes() -> None:
     data = create_dataset("shapes")
     assert (len(data.train), len(data.val), data.num_classes) == (2000, 500, 8)
     assert (data.train.labels.bincount() == 250).all()
-    scene, again = data.train.sample(5), create_dataset("shapes").train.sample(5)
-    pairs = zip(vars(scene).values(), vars(again).values(), strict=True)
+    sample, again = data.train.sample(5), create_dataset("shapes").train.sample(5)
+    pairs = zip(vars(sample).values(), vars(again).values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
-    assert not torch.equal(scene.image, create_dataset("shapes", seed=1).train.sample(5).image)
-    assert not torch.equal(scene.image, data.val.sample(5).image)
-    assert torch.equal(data.train[5][0], scene.image)
+    assert not torch.equal(sample.image, create_dataset("shapes", seed=1).train.sample(5).image)
+    assert not torch.equal(sample.image, data.val.sample(5).image)
+    assert torch.equal(data.train[5][0], sample.image)
     for i in range(30):
-        scene = create_dataset("shapes:48").val.sample(i)
-        assert scene.image.shape == (3, 48, 48)
-        assert scene.masks.dtype == torch.bool
-        assert len(scene.boxes) == len(scene.labels) == len(scene.masks) >= 1
-        assert (scene.masks.sum(0) <= 1).all()  # nothing is owned twice
-        areas = scene.masks.sum((1, 2))
-        assert scene.label == scene.labels[areas.argmax()] == data_label(i)
-        for box, mask in zip(scene.boxes, scene.masks, strict=True):
+        sample = create_dataset("shapes:48").val.sample(i)
+        assert sample.image.shape == (3, 48, 48)
+        assert sample.masks.dtype == torch.bool
+        assert len(sample.boxes) == len(sample.labels) == len(sample.masks) >= 1
+        assert (sample.masks.sum(0) <= 1).all()  # nothing is owned twice
+        areas = sample.masks.sum((1, 2))
+        assert sample.label == sample.labels[areas.argmax()] == data_label(i)
+        for box, mask in zip(sample.boxes, sample.masks, strict=True):
             left, top, right, bottom = box.int().tolist()
             assert mask[top:bottom, left:right].sum() == mask.sum()
             assert mask[top].any()
             assert mask[:, right - 1].any()
-        assert set(scene.segmentation.unique().tolist()) == {0, *(1 + scene.labels).tolist()}
+        assert set(sample.segmentation.unique().tolist()) == {0, *(1 + sample.labels).tolist()}
 
 
 def data_label(i: int) -> int:
@@ -382,7 +382,7 @@ def test_hugging_face_without_validation_holds_out_a_fifth(tmp_path: Path) -> No
     assert len(trained) == 24
 
 
-def test_what_may_be_wrong_with_hugging_face(tmp_path: Path) -> None:
+def test_errors_of_hugging_face(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     write_hub(datasets, tmp_path / "a", {"test": 4}, shards=1)
     with pytest.raises(DataError, match=r"has the splits test, but no training split \('train'\)"):
@@ -404,7 +404,7 @@ def write_hub(datasets, root: Path, sizes: dict[str, int], shards: int) -> None:
         count = shards if split == "train" else 1
         for shard in range(count):
             numbers = range(shard * size // count, (shard + 1) * size // count)
-            pictures = [{"bytes": encoded(Image.new("RGB", (20, 20), (i, 0, 0))), "path": None} for i in numbers]
-            rows = {"image": pictures, "label": [i % 3 for i in numbers]}
+            images = [{"bytes": encoded(Image.new("RGB", (20, 20), (i, 0, 0))), "path": None} for i in numbers]
+            rows = {"image": images, "label": [i % 3 for i in numbers]}
             part = datasets.Dataset.from_dict(rows, features=features)
             part.to_parquet(root / f"{split}-{shard:05d}-of-{count:05d}.parquet")

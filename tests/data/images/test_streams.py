@@ -1,4 +1,4 @@
-"""Shards: every picture exactly once where it counts, and an order that no number of processes changes."""
+"""Shards: every image exactly once where it counts, and an order that no number of processes changes."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ RAW = {"mean": (0.0,) * 3, "std": (1 / 255,) * 3}  # pixels as they are
 
 
 def numbers(images: torch.Tensor) -> list[int]:
-    """The number that each picture's colour spells."""
+    """The number that each image's colour spells."""
     colours = images[:, :, 0, 0].round().long()
     return (colours[:, 0] + 256 * colours[:, 1]).tolist()
 
@@ -48,7 +48,7 @@ def test_open(source: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_evaluation_sees_each_picture_once(source: str, world_size: int) -> None:
+def test_evaluation_yields_each_image_once(source: str, world_size: int) -> None:
     data = create_dataset(source)
     seen, labels = [], []
     for rank in range(world_size):
@@ -88,7 +88,7 @@ def test_training_order(source: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_processes_share_each_batch(source: str, world_size: int) -> None:
+def test_ranks_split_each_batch(source: str, world_size: int) -> None:
     """2 divides the number of lanes (4), so each process reads its own shards; 3 does not, and each reads them all."""
     whole = train_numbers(source, 1, 0)
     parts = [train_numbers(source, world_size, rank) for rank in range(world_size)]
@@ -144,7 +144,7 @@ def test_sizes_and_classes_may_lie_beside_the_shards(
         list(loader.epoch(0))
 
 
-def test_what_may_be_wrong_with_shards(source: str, tmp_path: Path) -> None:
+def test_errors_of_shards(source: str, tmp_path: Path) -> None:
     train, _ = source.removeprefix("wds:").split(",")
     with pytest.raises(DataError, match="has no shards for validation"):
         create_dataset(f"wds:{train}")
@@ -164,7 +164,7 @@ def test_what_may_be_wrong_with_shards(source: str, tmp_path: Path) -> None:
         create_dataset(f"wds:{train},{bad}")
 
 
-def test_corrupt_pictures_and_shards(source: str, tmp_path: Path) -> None:
+def test_corrupt_images_and_shards(source: str, tmp_path: Path) -> None:
     write_tar(tmp_path / "val-0001.tar", [{"cls": b"0", "png": b"nothing"}, {"cls": b"1", "png": encoded(noise(0))}])
     data = create_dataset(source)
     loader = create_eval_loader(data.val, PLAIN_EVAL, batch_size=4)
@@ -214,7 +214,7 @@ def test_files_beside_shards_of_the_current_folder(
     assert create_dataset("wds:train-{0000..0003}.tar,val-{0000..0002}.tar").classes == ("ant", "bee", "cat")
 
 
-def test_webdataset_reads_what_we_call_its_form(source: str, tmp_path: Path) -> None:
+def test_webdataset_reads_our_shards(source: str, tmp_path: Path) -> None:
     webdataset = pytest.importorskip("webdataset")
     samples = list(webdataset.WebDataset(str(tmp_path / "val-0000.tar"), shardshuffle=False))
     assert len(samples) == 7

@@ -1,4 +1,4 @@
-"""A loss that is not finite."""
+"""Losses and gradients that are not finite."""
 
 from pathlib import Path
 
@@ -43,18 +43,18 @@ def test_stops_and_keeps_the_last_good_state(tmp_path: Path, poison, value: floa
     assert (rest["epoch"], rest["step"]) == (1, 3)
     assert all(t.isfinite().all() for tensors in groups.values() for t in tensors.values())
     assert all(t.isfinite().all() for t in load_file(tmp_path / "a" / "model.safetensors").values())
-    # the same command meets the same batch again: it does not pretend that nothing happened
+    # the same command meets the same batch again and stops again
     with pytest.raises(NotFiniteError, match="at step 9"):
         run(tmp_path / "a", save_every=2, log_every=log_every)
 
 
-def test_in_a_part_of_a_batch(tmp_path: Path, poison) -> None:
+def test_with_accumulation(tmp_path: Path, poison) -> None:
     poison({(0, 5): float("nan")})
     with pytest.raises(NotFiniteError, match=r"at step 3 \(batch 3 of epoch 1\); no state was saved"):
         run(tmp_path / "a", accumulate=2)
 
 
-def test_skips_as_often_as_asked(tmp_path: Path, poison) -> None:
+def test_skip_nan(tmp_path: Path, poison) -> None:
     poison({(0, 1): float("nan"), (1, 2): float("inf")})
     result = run(tmp_path / "a", skip_nan=2, ema=0.9)
     assert read_state(tmp_path / "a" / "state" / "state.safetensors")[1]["skipped"] == 2
@@ -64,8 +64,8 @@ def test_skips_as_often_as_asked(tmp_path: Path, poison) -> None:
         run(tmp_path / "b", skip_nan=1)
 
 
-def test_a_gradient_that_is_not_finite_although_the_loss_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never saved: named at once where gradients are clipped, else when the weights are to be saved."""
+def test_gradient_not_finite_with_finite_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never saved: detected at once if gradients are clipped, else before the weights are saved."""
     real = Classify.cross_entropy
     steps = iter(range(100))
 

@@ -25,7 +25,7 @@ def names_by_decay(model: torch.nn.Module, **settings) -> dict[float, set[str]]:
 
 
 @pytest.mark.parametrize("name", ["stvit_small", "amixer_deit_small", "xcit_nano_12_p16_sima", "columnar_tiny_softmax"])
-def test_no_decay_on_norms_biases_and_what_the_model_names(name: str) -> None:
+def test_no_decay_on_norms_biases_and_excluded_parameters(name: str) -> None:
     model = tokamix.create_model(name, device="meta")
     found = names_by_decay(model, weight_decay=0.1)
     assert set(found) == {0.0, 0.1}

@@ -1,4 +1,4 @@
-"""Training segmenters and detectors: they learn, go on exactly, start from weights, and say what cannot be."""
+"""Training segmenters and detectors: learning, exact resume, starting weights and errors."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.data.annotated.files import content, thing, write_coco
+from tests.data.annotated.files import annotation, content, write_coco
 from tests.train.launch import DENSE_RUNS, MASKS, SMALL_STVIT
 from tests.train.loop.test_resume import Stop, stop_at
 from tests.train.tiny import assert_same_bits, tiny_data
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def test_segmentation_is_learned(tmp_path: Path) -> None:
-    """12 scenes by heart: always answering background would give a mean IoU of 10."""
+    """Overfits 12 images; predicting background everywhere would give a mean IoU of 10."""
     data = tiny_scenes("segment", train=12, val=0, side=48)
     settings = {"iterations": 160, "eval_every": 40, "batch_size": 6, "crop_size": 48, "lr": 1e-2}
     result = run("segment", tmp_path, data, **settings, method_kwargs={"width": 32, "neck_width": 32})
@@ -45,9 +45,9 @@ def test_segmentation_is_learned(tmp_path: Path) -> None:
 
 
 def test_detection_is_learned(tmp_path: Path) -> None:
-    """4 scenes by heart, whose boxes and masks nobody finds by chance."""
+    """Overfits 4 images, whose boxes and masks cannot be found by chance."""
     data = tiny_scenes("detect", train=4, val=0, side=96)
-    settings = {"iterations": 100, "eval_every": 50, "lr": 5e-3, "hflip": 0.0, "method": "mask_rcnn"}
+    settings = {"iterations": 70, "eval_every": 35, "lr": 5e-3, "hflip": 0.0, "method": "mask_rcnn"}
     result = run("detect", tmp_path, data, **settings, method_kwargs={"width": 32, "rois_per_image": 32})
     losses = [row["train_loss"] for row in result.epochs]
     assert losses[-1] < losses[0] / 2
@@ -85,7 +85,7 @@ def test_resuming_is_exact(
     resumed = run(task, tmp_path / "broken", **settings)
     assert_same_bits(whole.folder, resumed.folder)
     assert resumed.best == whole.best
-    sheets = [{p.name: p.read_bytes() for p in (r.folder / "pictures").iterdir()} for r in (whole, resumed)]
+    sheets = [{p.name: p.read_bytes() for p in (r.folder / "predictions").iterdir()} for r in (whole, resumed)]
     assert sheets[0] == sheets[1]
 
 
@@ -95,14 +95,14 @@ def test_two_processes(two_processes: tuple[Path, subprocess.CompletedProcess]) 
     assert "BatchNorm uses the images of each process alone" in job.stderr
     for name, settings in DENSE_RUNS.items():
         rows = [json.loads(line) for line in (root / name / "metrics.jsonl").read_text().splitlines()]
-        alone = evaluate(root / name, tiny_scenes(settings["task"]), device="cpu")
+        alone = evaluate(root / name, tiny_scenes(settings["task"]), device="cpu").metrics
         shared = {key: rows[-1][key] for key in alone if "/" not in key}
         assert shared == pytest.approx({key: alone[key] for key in shared}, abs=1e-6)
         assert len(shared) >= 3
 
 
 def test_the_folder(tmp_path: Path) -> None:
-    """Nothing has to be told to use the model again; the pictures of the best and the latest epochs stay."""
+    """The folder is enough to load the model; the drawings of the best and the latest epochs are kept."""
     data = tiny_scenes("segment")
     result = run("segment", tmp_path / "a", data, iterations=6, eval_every=1, scale=(64, 40), log_every=1)
     config = json.loads((tmp_path / "a" / "config.json").read_text())
@@ -117,18 +117,18 @@ def test_the_folder(tmp_path: Path) -> None:
     assert found["miou"] == pytest.approx(result.score)
     assert found["iou/background"] > 0
     kept = {f"epoch_{n:04}.png" for n in {result.best["epoch"], 4, 5, 6}}
-    assert {p.name for p in (tmp_path / "a" / "pictures").iterdir()} == kept
-    with Image.open(tmp_path / "a" / "pictures" / "epoch_0006.png") as sheet:
+    assert {p.name for p in (tmp_path / "a" / "predictions").iterdir()} == kept
+    with Image.open(tmp_path / "a" / "predictions" / "epoch_0006.png") as sheet:
         assert sheet.size[0] > 3 * 320
     card = (tmp_path / "a" / "README.md").read_text()
     assert "`semantic_fpn` with the backbone `test_resnet`" in card
     assert "| miou |" in card
     run("segment", tmp_path / "a", data, iterations=1, eval_every=1, resume=False)
-    assert [p.name for p in (tmp_path / "a" / "pictures").iterdir()] == ["epoch_0001.png"]
+    assert [p.name for p in (tmp_path / "a" / "predictions").iterdir()] == ["epoch_0001.png"]
 
 
 def first_weights(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
-    """What a run starts with."""
+    """Record the initial weights of a run."""
     found: dict[str, torch.Tensor] = {}
     real = Dense.prepare
 
@@ -141,7 +141,7 @@ def first_weights(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
 
 
 def test_starting_from_a_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backbone is the classifier's body, whose name need not be told."""
+    """The backbone is the classifier's body; its name comes from the checkpoint."""
     settings = {"network": "test_resnet", "model_kwargs": {}, "image_size": 32, "epochs": 2}
     run_classifier(tmp_path / "classifier", data=tiny_data(), **settings)
     old = load_file(tmp_path / "classifier" / "model.safetensors")
@@ -161,7 +161,7 @@ def test_starting_from_a_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_starting_from_a_segmenter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The same method takes everything but what depends on other classes, another method the backbone."""
+    """The same method takes all weights but those of different classes, another method only the backbone."""
     run("segment", tmp_path / "old", iterations=2, eval_every=2)
     old = load_file(tmp_path / "old" / "model.safetensors")
     start = first_weights(monkeypatch)
@@ -194,34 +194,34 @@ def test_starting_from_a_segmenter(
         run_classifier(tmp_path / "c", checkpoint=tmp_path / "old")
 
 
-def bad_scenes(root: Path, **annotation: Any) -> str:
-    """Four pictures in COCO's form to train on, five for validation."""
+def bad_scenes(root: Path, **values: Any) -> str:
+    """A COCO data set of four training and five validation images."""
     for part, images in (("train", 4), ("val", 5)):
-        things = [thing(i + 1, 10 + i, [5, 5, 20, 20], **annotation) for i in range(images)]
+        things = [annotation(i + 1, 10 + i, [5, 5, 20, 20], **values) for i in range(images)]
         write_coco(root, part, content(images, things))
     return str(root)
 
 
 @pytest.mark.parametrize("task", ["segment", "detect"])
-def test_pictures_that_cannot_be_read(tmp_path: Path, task: str) -> None:
-    """They are left out where that is asked for, also of the sheet."""
+def test_unreadable_images(tmp_path: Path, task: str) -> None:
+    """They are skipped if requested, also on the sheet of predictions."""
     source = bad_scenes(tmp_path / "data")
     (tmp_path / "data" / "val" / "10.png").write_bytes(b"no picture")
     data = create_dataset(source, task)
     result = run(task, tmp_path / "a", data, corrupt="skip", iterations=1, eval_every=1, batch_size=2)
     assert len(result.epochs) == 1
-    with Image.open(tmp_path / "a" / "pictures" / "epoch_0001.png") as sheet:
-        assert sheet.height > SHEET_IMAGES * 240  # so many rows of 320 x 256
+    with Image.open(tmp_path / "a" / "predictions" / "epoch_0001.png") as sheet:
+        assert sheet.height > SHEET_IMAGES * 240  # rows of 320 x 256
 
 
 def test_boxes_do_not_need_masks(tmp_path: Path) -> None:
-    """RetinaNet looks at no outline, so one that is of another size does not matter."""
+    """RetinaNet ignores masks, so that one of the wrong size does not matter."""
     source = bad_scenes(tmp_path / "data", segmentation={"size": [20, 60], "counts": [0, 400, 800]})
     run("detect", tmp_path / "a", create_dataset(source, "detect"), iterations=1, eval_every=1, batch_size=2)
-    assert (tmp_path / "a" / "pictures" / "epoch_0001.png").is_file()
+    assert (tmp_path / "a" / "predictions" / "epoch_0001.png").is_file()
 
 
-def test_no_run_ends_for_want_of_a_picture(
+def test_failed_drawings_do_not_end_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def ground_truth(self, sample):
@@ -230,12 +230,12 @@ def test_no_run_ends_for_want_of_a_picture(
     monkeypatch.setattr(Segment, "ground_truth", ground_truth)
     assert len(run("segment", tmp_path).epochs) == 2
     assert caplog.messages == ["predictions cannot be drawn: ValueError: no ground truth"]
-    assert not (tmp_path / "pictures").exists()
+    assert not (tmp_path / "predictions").exists()
 
 
 @pytest.mark.parametrize("averaged", [False, True])
-def test_pictures_show_the_best_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, averaged: bool) -> None:
-    """Those that were evaluated last are the average's."""
+def test_drawings_show_the_best_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, averaged: bool) -> None:
+    """The weights or their average, whichever is better."""
     scores = iter([2.0, 3.0] if averaged else [3.0, 2.0])
     shown: list[dict[str, torch.Tensor]] = []
 
@@ -251,7 +251,7 @@ def test_pictures_show_the_best_weights(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_compiled_for_all_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More sizes of images make no more graphs; the same losses as without."""
+    """More image sizes do not cause more graphs; the losses are those without compilation."""
     graphs = []
 
     def count(graph, inputs):
@@ -276,8 +276,8 @@ def test_compiled_for_all_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("body", ["test_resnet", "test_efficientnet"])
-def test_statistics_of_all_processes(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
-    """Every BatchNorm is converted, those with an activation inside too, and the model answers as before."""
+def test_sync_batch_norm(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """Every BatchNorm is converted, also with an activation inside, and the outputs stay the same."""
     model = create_segmenter("semantic_fpn", body, 3, width=16, neck_width=16).eval()
     task = Segment(SEGMENT, tiny_scenes("segment"))
     image = torch.randn(1, 3, 64, 64)
@@ -292,7 +292,7 @@ def test_statistics_of_all_processes(monkeypatch: pytest.MonkeyPatch, body: str)
     assert torch.equal(model(image), before)
 
 
-def test_a_loss_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Dense.loss
 
     def loss(self, model, images, targets, position):
@@ -308,7 +308,7 @@ def test_a_loss_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_intervals() -> None:
-    """Batches follow each other over the ends of the data's epochs, and are the same ones from any start."""
+    """Batches continue over the boundaries of the data's epochs, and are the same from any start."""
 
     class Three:
         dataset_size = 12
@@ -327,7 +327,7 @@ def test_intervals() -> None:
     assert len(intervals) == 5
     both = [*intervals.epoch(0), *intervals.epoch(1)]
     assert both == [(e, s) for e in range(4) for s in range(3)][:10]
-    assert Three.started == [(0, 0), (1, 0), (2, 0), (3, 0)]  # nothing is read twice
+    assert Three.started == [(0, 0), (1, 0), (2, 0), (3, 0)]  # no batch is read twice
     assert list(FixedLengthEpochs(Three(), 5).epoch(1, start=2)) == both[7:]  # type: ignore[arg-type]
 
 
@@ -352,7 +352,7 @@ def test_poly_and_step() -> None:
     assert rates(by_iterations, 7, [59, 60]) == pytest.approx([1, 0.1])
 
 
-def test_what_cannot_be_trained(tmp_path: Path) -> None:
+def test_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the recipe tiny_detect is for task detect, not segment"):
         train(None, tiny_scenes("detect"), DETECT, tmp_path, task="segment", device="cpu")
     with pytest.raises(ValueError, match="needs annotated images, but tiny has images with one label each"):
@@ -371,7 +371,7 @@ def test_what_cannot_be_trained(tmp_path: Path) -> None:
         run("segment", tmp_path, fsdp=True)
     boxes = tiny_scenes("detect")
     boxes.train.has_masks = False
-    with pytest.raises(ValueError, match="mask_rcnn learns masks, but the annotations have boxes alone"):
+    with pytest.raises(ValueError, match="mask_rcnn learns masks, but the annotations have only boxes"):
         run("detect", tmp_path, boxes, **MASKS)
     with pytest.raises(ValueError, match="10 training images do not fill one batch of 16"):
         run("segment", tmp_path, batch_size=16)
@@ -379,7 +379,7 @@ def test_what_cannot_be_trained(tmp_path: Path) -> None:
         train(None, tiny_scenes("segment"), task="segment", output=tmp_path, device="cpu")
 
 
-def test_other_classes_than_the_models(tmp_path: Path) -> None:
+def test_different_classes(tmp_path: Path) -> None:
     run("segment", tmp_path / "a", iterations=1, eval_every=1)
     data = tiny_scenes("segment")
     renamed = replace(data, classes=("ground", *data.classes[1:]))

@@ -1,4 +1,4 @@
-"""Teachers and what is learned from them."""
+"""Distillation: teachers and losses."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,7 +19,7 @@ STUDENT = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
 class TwoTokens(nn.Module):
-    """Answers with a class and a distillation token when asked to, as timm's distilled models do."""
+    """Returns the outputs of a class and a distillation token if enabled, as timm's distilled models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def onnx_file(teacher_run: Path) -> Path:
     return file
 
 
-def test_every_kind_of_teacher_answers_alike(teacher_run: Path, onnx_file: Path) -> None:
+def test_all_kinds_of_teachers_agree(teacher_run: Path, onnx_file: Path) -> None:
     """A run, a checkpoint by name, an ONNX file; each with its own normalisation and size."""
     model = timm.create_model(f"local-dir:{teacher_run}", pretrained=True).eval()
     pixels = torch.rand(6, 3, 8, 8)
@@ -112,7 +112,7 @@ def test_every_kind_of_teacher_answers_alike(teacher_run: Path, onnx_file: Path)
     )  # 6 images in parts of 4
 
 
-def test_a_checkpoint_with_its_models_name(tmp_path: Path) -> None:
+def test_checkpoint_with_model_name(tmp_path: Path) -> None:
     model = timm.create_model("test_vit", num_classes=7).eval()  # made for 160 px
     torch.save({"model": model.state_dict()}, tmp_path / "w.pth")
     teacher = as_teacher(f"test_vit@{tmp_path / 'w.pth'}", classes=7)
@@ -120,7 +120,7 @@ def test_a_checkpoint_with_its_models_name(tmp_path: Path) -> None:
     assert teacher(torch.randn(2, 3, 32, 32)).shape == (2, 7)
 
 
-def test_teachers_that_cannot_teach(teacher_run: Path, onnx_file: Path, tmp_path: Path) -> None:
+def test_teacher_errors(teacher_run: Path, onnx_file: Path, tmp_path: Path) -> None:
     for source in (teacher_run, onnx_file):
         with pytest.raises(ValueError, match="has 4 classes, but the data has 5"):
             as_teacher(str(source), classes=5)
@@ -141,7 +141,7 @@ def test_runs_with_teachers(teacher_run: Path, onnx_file: Path, tmp_path: Path) 
 
 
 def test_a_student_learns_from_its_teacher_alone(teacher_run: Path, tmp_path: Path) -> None:
-    """With wrong labels and all weight on the teacher, it learns what the teacher knows."""
+    """With wrong labels and all weight on the teacher, the student learns the teacher's predictions."""
     data = tiny_data(train=160)
     data.train.labels = (data.train.labels + 1) % 4
     result = run(tmp_path / "a", data=data, distillation="hard", teacher=str(teacher_run), distill_alpha=1.0, epochs=8)

@@ -215,7 +215,7 @@ class _EvalReader(_Reader):
 
 
 def _pack(targets: Targets) -> tuple[_Layout, list[Tensor]]:
-    """All tensors of a batch in one for each kind of number: each costs a file handle on its way out of a worker."""
+    """Join all tensors of a batch to one per dtype: each tensor that leaves a worker costs a file handle."""
     layout: Targets = []
     flat: dict[torch.dtype, list[Tensor]] = {}
     for target in targets:
@@ -223,12 +223,12 @@ def _pack(targets: Targets) -> tuple[_Layout, list[Tensor]]:
         for name, value in target.items():
             if isinstance(value, Tensor):
                 flat.setdefault(value.dtype, []).append(value.reshape(-1))
-                layout[-1][name] = value.dtype, value.shape  # in its place
+                layout[-1][name] = value.dtype, value.shape
     return _Layout(layout), [torch.cat(parts) for parts in flat.values()]
 
 
 def _unpack(layout: _Layout, tensors: list[Tensor]) -> Targets:
-    """What `_pack` was given; its tensors are views."""
+    """Undo `_pack`; the tensors are views."""
     flat = {tensor.dtype: tensor for tensor in tensors}
     used = dict.fromkeys(flat, 0)
 

@@ -1,12 +1,12 @@
-"""Augmentation of a whole batch at once, on the device it lies on.
+"""Augmentation of a whole batch at once, on its device.
 
-What happens to each image is decided on the CPU, for all of them together, as a small table of numbers (`plan`); the
-table travels to the device once, and the pixels are worked on there without a loop over images and without waiting for
-the device. The same table comes out on every device, so an epoch looks the same on a CPU and on a GPU.
+The parameters of all images are drawn on the CPU as a small table of numbers (`plan`); the table is copied to the
+device once, and the pixels are processed there without a loop over images and without waiting for the device. The table
+does not depend on the device, so an epoch is the same on a CPU and on a GPU.
 
-Against timm's transforms of single images: all shifts, turns and shears of one image are one map of its pixels,
-applied together with the crop, about the centre and before the colours; crops have no whole-pixel edges; everything
-else follows timm's tables.
+Differences from timm's transforms of single images: all translations, rotations and shears of an image are one affine
+map, applied together with the crop, about the centre and before the colours; crops have no whole-pixel edges;
+everything else follows timm's tables.
 """
 
 import math
@@ -25,18 +25,18 @@ Table = dict[str, Tensor]  # (n, ...) numbers for n images
 GREY = (0.299, 0.587, 0.114)
 RATIO = (3 / 4, 4 / 3)
 ERASED_AREA, ERASED_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)
-TRIES = 10  # of a crop or an erased box that may not fit, as in timm and torchvision
+TRIES = 10  # for a crop or an erased box that may not fit, as in timm and torchvision
 BLUR_RADIUS = 6
 NOISE_SIDE = 256
-# what one layer does to an image, and the values that change nothing: where to look for an output's pixel,
+# parameters of one layer with their neutral values: the position of an output pixel in the input,
 # (xx * x + xy * y + xo, yx * x + yy * y + yo) from -1 to 1 ...
-PLACE = {"xx": "1", "xy": "0", "xo": "0", "yx": "0", "yy": "1", "yo": "0"}
+AFFINE = {"xx": "1", "xy": "0", "xo": "0", "yx": "0", "yy": "1", "yo": "0"}
 # ... and out = keep * pixel + grey * its grey + mean * mean grey + smooth * its surroundings + offset, and so on
 COLOUR = {"keep": "1", "grey": "0", "mean": "0", "smooth": "0", "offset": "0", "contrast": "0", "equalize": "0"}
 COLOUR |= {"step": "1", "threshold": "256", "add": "0", "sigma": "0"}
-NEUTRAL = PLACE | COLOUR
+NEUTRAL = AFFINE | COLOUR
 CONSTANTS = ("0", "1", "-1", "255", "256")
-# which quantity of `_quantities` each of timm's operations puts where
+# the parameters that each of timm's operations sets to a quantity of `_quantities`
 EFFECTS = {
     "AutoContrast": {"contrast": "1"},
     "Equalize": {"equalize": "1"},
@@ -60,27 +60,27 @@ for _name, _other in {"Brightness": {}, "Color": {"grey"}, "Contrast": {"mean"},
 
 
 def can_batch(augment: str | None) -> bool:
-    """Whether this policy exists for whole batches; AutoAugment's and AugMix's do not."""
+    """Whether this policy is implemented for batches; AutoAugment and AugMix are not."""
     return augment is None or augment.startswith(("3-augment", "3a", "rand"))
 
 
 class Augment:
-    """The recipe's augmentation for batches of uint8 images (B, C, H, W); gives float images in [0, 255]."""
+    """A recipe's augmentation of uint8 images (B, C, H, W) to float images in [0, 255]."""
 
     def __init__(self, recipe: "Recipe", mean: Sequence[float], device: torch.device) -> None:
         self.recipe = recipe
         self.policy = _policy(recipe.augment)
         weights = GREY if len(mean) == 3 else (1 / len(mean),) * len(mean)
         self.grey = torch.tensor(weights, device=device)[:, None, None]
-        # what a turn or a shift uncovers becomes the mean colour
+        # pixels from outside the image get the mean colour
         self.fill = torch.tensor(mean, device=device)[:, None, None] * 255
-        # what no operation of the policy touches stays out of the plan; what is in it never changes from batch to batch
+        # parameters that no operation of the policy uses are left out; the columns are the same for all batches
         used = {name for op in getattr(self.policy, "ops", ()) for name in EFFECTS[op.name]}
         self.colours = [name for name in COLOUR if name in used]
         self.jitter = recipe.color_jitter if not isinstance(self.policy, RandAugment) else None
 
     def plan(self, n: int, size: tuple[int, int], draw: torch.Generator) -> Table:
-        """What happens to each of n images of this size (H, W)."""
+        """Draw the parameters of n images of this size (H, W)."""
         recipe = self.recipe
         flip = torch.rand(n, generator=draw) < recipe.hflip
         table: Table = {}
@@ -100,7 +100,7 @@ class Augment:
         if self.jitter:
             layers.append(_jitter(n, self.jitter, draw))
         if recipe.crop_scale or isinstance(self.policy, RandAugment):
-            matrix[:, :, 0] *= torch.where(flip, -1.0, 1.0)[:, None]  # the output's x, mirrored
+            matrix[:, :, 0] *= torch.where(flip, -1.0, 1.0)[:, None]  # flips the output's x
             table["matrix"] = matrix[:, :2]
         else:
             table["flip"] = flip.float()[:, None]
@@ -109,7 +109,7 @@ class Augment:
         return table
 
     def __call__(self, images: Tensor, table: Table) -> Tensor:
-        """Do it; `images` and `table` are on one device."""
+        """Apply the parameters; `images` and `table` are on one device."""
         if "shift" in table:
             images = _shifted(images, table["shift"].long(), self.recipe.crop_padding, table.get("flip"))
         elif "flip" in table:
@@ -118,7 +118,7 @@ class Augment:
         x = images.float()
         if "matrix" in table:
             fill = self.fill if isinstance(self.policy, RandAugment) else None
-            # where a crop of middling size shrinks, several samples are averaged for each pixel
+            # if a crop of average size is shrunk, several samples are averaged for each pixel
             area = sum(self.recipe.crop_scale) / 2 if self.recipe.crop_scale else 1
             times = max(1, round(min(x.shape[-2:]) * math.sqrt(area) / size))
             x = _warped(x, table["matrix"], size, self.recipe.interpolation, fill, times)
@@ -135,8 +135,8 @@ class Augment:
 class Erase:
     """Random erasing (arXiv 1708.04896) of normalised images: a rectangle becomes noise, as timm's mode "pixel".
 
-    The noise is a window, placed at random, of one board of normal numbers: drawing millions of new ones on the CPU
-    would take longer than the training step, and drawing them on the device would differ from device to device.
+    The noise is a random window of one fixed array of normal numbers: drawing millions of new ones on the CPU takes
+    longer than the training step, and drawing them on the device would make batches depend on the device.
     """
 
     def __init__(self, probability: float, channels: int, device: torch.device) -> None:
@@ -145,13 +145,13 @@ class Erase:
         self.board = noise.to(device)
 
     def plan(self, n: int, size: tuple[int, int], draw: torch.Generator) -> Table:
-        """A box (top, bottom, left, right) for each image, empty where nothing is erased, and a place on the board."""
+        """Draw a box (top, bottom, left, right) for each image, empty if nothing is erased, and a noise window."""
         erased = torch.rand(n, generator=draw) < self.probability
         box = _boxes(n, size, ERASED_AREA, ERASED_RATIO, draw, whole=True) * erased[:, None]
         return {"box": box, "noise": torch.randint(NOISE_SIDE, (n, 2), generator=draw).float()}
 
     def __call__(self, images: Tensor, table: Table) -> Tensor:
-        """Do it."""
+        """Erase the boxes."""
         y = torch.arange(images.shape[-2], device=images.device)
         x = torch.arange(images.shape[-1], device=images.device)
         top, bottom, left, right = table["box"].unbind(1)
@@ -175,7 +175,7 @@ def _boxes(
     draw: torch.Generator,
     whole: bool = False,
 ) -> Tensor:
-    """Boxes (top, bottom, left, right) in pixels: the first of some tries that fits; the whole image if none does."""
+    """Draw boxes (top, bottom, left, right) in pixels: the first of TRIES that fits, or the whole image."""
     height, width = size
     areas = _uniform(n, *area, draw, TRIES) * height * width
     ratios = _uniform(n, math.log(ratio[0]), math.log(ratio[1]), draw, TRIES).exp()
@@ -188,7 +188,7 @@ def _boxes(
     tall = torch.where(fits.any(1), tall.gather(1, first).flatten(), fallback * height)
     wide = torch.where(fits.any(1), wide.gather(1, first).flatten(), fallback * width)
     place = torch.rand(n, 2, generator=draw)
-    slack = 1 if whole else 0  # a whole number of pixels has one place more than there are pixels left
+    slack = 1 if whole else 0  # whole pixels: one more position than remaining pixels
     top, left = place[:, 0] * (height - tall + slack), place[:, 1] * (width - wide + slack)
     if whole:
         top, left = top.floor(), left.floor()
@@ -196,7 +196,7 @@ def _boxes(
 
 
 def _crops(n: int, size: tuple[int, int], scale: tuple[float, float], draw: torch.Generator) -> Tensor:
-    """Maps (n, 3, 3) from an output image to a crop of the input, both in coordinates from -1 to 1."""
+    """Draw affine maps (n, 3, 3) from the output to a crop of the input, in coordinates from -1 to 1."""
     height, width = size
     top, bottom, left, right = _boxes(n, size, scale, RATIO, draw).unbind(1)
     matrix = torch.eye(3).repeat(n, 1, 1)
@@ -212,7 +212,7 @@ def _policy(augment: str | None) -> "RandAugment | str | None":
 
 
 def _rand_layers(policy: RandAugment, n: int, draw: torch.Generator) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """For each layer the index of each operation (one past the last: none), its level (0 to about 1) and sign."""
+    """Draw, for each layer, the operation of each image (one past the last: none), its level (0 to 1) and sign."""
     first = policy.ops[0]
     if policy.choice_weights is None:
         chosen = torch.randint(len(policy.ops), (n, policy.num_layers), generator=draw)
@@ -233,7 +233,7 @@ def _rand_layers(policy: RandAugment, n: int, draw: torch.Generator) -> list[tup
 
 
 def _numbers(operations: Sequence[str], chosen: Tensor, level: Tensor, sign: Tensor) -> Table:
-    """All numbers of one layer (n,), by the names of NEUTRAL, where image i gets operation chosen[i]."""
+    """The parameters (n,) of one layer, by the names of NEUTRAL; image i gets operation chosen[i]."""
     quantities = _quantities(level, sign)
     places = {name: i for i, name in enumerate(quantities)}
     effects = [NEUTRAL | EFFECTS[operation] for operation in operations] + [NEUTRAL]
@@ -243,7 +243,7 @@ def _numbers(operations: Sequence[str], chosen: Tensor, level: Tensor, sign: Ten
 
 
 def _quantities(level: Tensor, sign: Tensor) -> Table:
-    """timm's tables: what a level means for each operation."""
+    """timm's tables from a level to the parameters of each operation."""
     angle = sign * level * math.radians(30)
     enhance, more = 0.1 + 1.8 * level, (1 + sign * 0.9 * level).clamp(min=0.1)
     bits, threshold = (level * 4).floor(), (level * 256).floor().clamp(max=256)
@@ -253,7 +253,7 @@ def _quantities(level: Tensor, sign: Tensor) -> Table:
         "sin": angle.sin(),
         "-sin": -angle.sin(),
         "shear": sign * level * 0.3,
-        "translate": sign * level * 0.9,  # 0.45 of a side, which is 2 long
+        "translate": sign * level * 0.9,  # 0.45 of a side of length 2
         "enhance": enhance,
         "1 - enhance": 1 - enhance,
         "enhance more": more,
@@ -270,9 +270,9 @@ def _quantities(level: Tensor, sign: Tensor) -> Table:
 
 
 def _matrix(numbers: Table) -> Tensor:
-    """The maps (n, 3, 3) of one layer, about the centre."""
+    """The affine maps (n, 3, 3) of one layer, about the centre."""
     matrix = torch.eye(3).repeat(len(numbers["xx"]), 1, 1)
-    matrix[:, :2] = torch.stack([numbers[name] for name in PLACE], 1).unflatten(1, (2, 3))
+    matrix[:, :2] = torch.stack([numbers[name] for name in AFFINE], 1).unflatten(1, (2, 3))
     return matrix
 
 
@@ -289,7 +289,7 @@ def _three_augment(n: int, draw: torch.Generator) -> Table:
 
 
 def _jitter(n: int, strength: float, draw: torch.Generator) -> Table:
-    """Brightness, contrast and saturation, one after the other, are one combination of x, its grey and their mean."""
+    """Brightness, contrast and saturation in this order, as one combination of pixel, its grey and the mean grey."""
     bright, contrast, saturation = _uniform(n, max(0.0, 1 - strength), 1 + strength, draw, 3).unbind(1)
     return {
         "keep": bright * contrast * saturation,
@@ -299,7 +299,7 @@ def _jitter(n: int, strength: float, draw: torch.Generator) -> Table:
 
 
 def _shifted(images: Tensor, shift: Tensor, padding: int, flip: Tensor | None) -> Tensor:
-    """The window of a zero-padded image that starts at `shift` (B, 2), mirrored where asked; pixels are only moved."""
+    """Crop zero-padded images at `shift` (B, 2), and flip where `flip` is positive; no interpolation."""
     height, width = images.shape[-2:]
     y = torch.arange(height, device=images.device) + shift[:, :1] - padding  # (B, H)
     x = torch.arange(width, device=images.device).expand(len(images), -1)
@@ -314,7 +314,7 @@ def _shifted(images: Tensor, shift: Tensor, padding: int, flip: Tensor | None) -
 
 
 def _warped(x: Tensor, matrix: Tensor, size: int, mode: str, fill: Tensor | None, times: int = 1) -> Tensor:
-    """Sample images at the places that `matrix` (B, 2, 3) maps the output's pixels to, several times each way."""
+    """Sample images where `matrix` (B, 2, 3) maps the output's pixels, `times` samples per pixel and axis."""
     grid = F.affine_grid(matrix, [len(x), x.shape[1], size * times, size * times], align_corners=False)
     out = F.grid_sample(x, grid, mode, padding_mode="border", align_corners=False)
     if fill is not None:
@@ -325,7 +325,7 @@ def _warped(x: Tensor, matrix: Tensor, size: int, mode: str, fill: Tensor | None
 
 
 def _recoloured(x: Tensor, table: Table, grey_weights: Tensor) -> Tensor:
-    """One layer of colours; a number that is not in the table is neutral for all images."""
+    """Apply one layer of colour operations; parameters that are not in the table are neutral."""
     if "equalize" in table:
         x = torch.where(table["equalize"] > 0, _equalized(x), x)
     if "contrast" in table:
@@ -356,7 +356,7 @@ def _recoloured(x: Tensor, table: Table, grey_weights: Tensor) -> Tensor:
 
 
 def _smoothed(x: Tensor) -> Tensor:
-    """Pillow's filter SMOOTH, which sharpness starts from: the edge stays, the centre weighs 5 of 13."""
+    """Pillow's filter SMOOTH, used by sharpness: the border stays, the centre has a weight of 5 of 13."""
     if min(x.shape[-2:]) < 3:
         return x
     inner = (9 * F.avg_pool2d(x, 3, 1) + 4 * x[..., 1:-1, 1:-1]) / 13
@@ -366,7 +366,7 @@ def _smoothed(x: Tensor) -> Tensor:
 
 
 def _blurred(x: Tensor, sigma: Tensor) -> Tensor:
-    """Gaussian blur with a width for each image; 0 leaves it as it is."""
+    """Gaussian blur with a sigma for each image; 0 changes nothing."""
     taps = torch.arange(-BLUR_RADIUS, BLUR_RADIUS + 1, device=x.device)
     kernel = torch.exp(-0.5 * (taps / sigma.clamp(min=1e-3)[:, None]) ** 2)
     kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(x.shape[1], 0)[:, None]  # (B * C, 1, K)
@@ -379,11 +379,11 @@ def _blurred(x: Tensor, sigma: Tensor) -> Tensor:
 
 
 def _equalized(x: Tensor) -> Tensor:
-    """Pillow's histogram equalisation of each channel; counting by sorting needs no atomics, so it is repeatable."""
+    """Pillow's histogram equalisation of each channel; by sorting, which is deterministic, unlike atomic counts."""
     pixels = x.flatten(2).round()  # (B, C, H * W), whole numbers
     values = torch.arange(256, device=x.device, dtype=x.dtype).expand(*pixels.shape[:2], -1).contiguous()
     ordered = pixels.sort(-1).values
-    below = torch.searchsorted(ordered, values)  # how many pixels are darker than each value
+    below = torch.searchsorted(ordered, values)  # number of pixels darker than each value
     step = torch.searchsorted(ordered, ordered[..., -1:].contiguous()) // 255
     lookup = ((below + step // 2) // step.clamp(min=1)).clamp(max=255).to(x.dtype)
     out = lookup.gather(-1, pixels.long())

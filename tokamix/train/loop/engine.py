@@ -262,7 +262,7 @@ class Engine:
         with self.ema.swapped() if prefix and self.ema else nullcontext():
             drawing = self.task.draw_predictions(self.model)
         if drawing is not None and self.main:
-            self.folder.add_picture(row["epoch"], drawing, self.best["epoch"] if self.best else row["epoch"])
+            self.folder.add_drawing(row["epoch"], drawing, self.best["epoch"] if self.best else row["epoch"])
 
     def _broadcast_buffers(self) -> None:
         """Replace statistics that each process collected by those of rank 0, which are saved."""

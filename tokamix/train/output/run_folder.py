@@ -5,7 +5,7 @@ model.safetensors   the best weights so far; last.safetensors: the latest
 state/              the training state that a run resumes from
 recipe.yaml         every setting, usable as --recipe; environment.json: versions, device, command
 metrics.jsonl       one line per report and per epoch; metrics.csv: the epochs; curves.png; tensorboard/
-pictures/           predictions of segmenters and detectors on a few validation images, of the best and latest epochs
+predictions/        predictions of segmenters and detectors on a few validation images, of the best and latest epochs
 per_class.csv, confusion_matrix.csv and .png, mistakes.png: a report on a classifier's best weights
 README.md           a model card
 """
@@ -34,7 +34,7 @@ from tokamix.train.output.curves import draw_curves
 
 Row = dict[str, Any]
 RUNS = Path("runs")
-LATEST_PICTURES = 3  # kept besides the best epoch's
+LATEST_DRAWINGS = 3  # kept besides the best epoch's
 PACKAGES = ("tokamix", "torch", "torchvision", "timm", "accelerate", "safetensors", "numpy")
 REPORT = ("per_class.csv", "confusion_matrix.csv", "confusion_matrix.png", "mistakes.png")
 OUTPUTS = ("metrics.jsonl", "metrics.csv", "curves.png", "model.safetensors", "last.safetensors", *REPORT)
@@ -61,8 +61,8 @@ class RunFolder:
             raise ValueError(f"{self.path} holds a model that is not of a tokamix run; use another --output")
         for name in OUTPUTS:
             (self.path / name).unlink(missing_ok=True)
-        for picture in self.pictures():
-            picture.unlink()
+        for drawing in self.drawings():
+            drawing.unlink()
         self.state.unlink(missing_ok=True)
 
     def truncate(self, epochs: int, update: int) -> None:
@@ -102,16 +102,16 @@ class RunFolder:
         """Write model.safetensors or last.safetensors."""
         write_tensors(self.path / f"{name}.safetensors", weights)
 
-    def pictures(self) -> list[Path]:
+    def drawings(self) -> list[Path]:
         """The drawings of predictions, oldest first."""
-        return sorted((self.path / "pictures").glob("epoch_*.png"))
+        return sorted((self.path / "predictions").glob("epoch_*.png"))
 
-    def add_picture(self, epoch: int, picture: Image, best: int) -> None:
+    def add_drawing(self, epoch: int, drawing: Image, best: int) -> None:
         """Write an epoch's drawing; keep the latest ones and that of the best epoch."""
-        path = self.path / "pictures" / f"epoch_{epoch:04}.png"
-        write_atomically(path, lambda temporary: picture.save(temporary, format="png"))
-        kept = {f"epoch_{number:04}" for number in (best, *range(epoch - LATEST_PICTURES + 1, epoch + 1))}
-        for other in self.pictures():
+        path = self.path / "predictions" / f"epoch_{epoch:04}.png"
+        write_atomically(path, lambda temporary: drawing.save(temporary, format="png"))
+        kept = {f"epoch_{number:04}" for number in (best, *range(epoch - LATEST_DRAWINGS + 1, epoch + 1))}
+        for other in self.drawings():
             if other.stem not in kept:
                 other.unlink()
 

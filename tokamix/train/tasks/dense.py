@@ -179,7 +179,7 @@ class Dense:
         return []
 
     def write_report(self, folder: Path, model: nn.Module) -> None:
-        """No report: metrics.csv has the numbers and pictures/ the predictions."""
+        """No report: metrics.csv has the numbers and predictions/ the drawings."""
 
 
 def _load_matching(network: Any, checkpoint: str | Path, name: str) -> None:
