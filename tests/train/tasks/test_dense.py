@@ -323,12 +323,12 @@ def test_intervals() -> None:
 
         endless = Loader.endless
 
-    intervals = FixedLengthEpochs(Three(), 5)  # type: ignore[arg-type]
+    intervals = FixedLengthEpochs(Three(), 5)
     assert len(intervals) == 5
     both = [*intervals.epoch(0), *intervals.epoch(1)]
     assert both == [(e, s) for e in range(4) for s in range(3)][:10]
     assert Three.started == [(0, 0), (1, 0), (2, 0), (3, 0)]  # no batch is read twice
-    assert list(FixedLengthEpochs(Three(), 5).epoch(1, start=2)) == both[7:]  # type: ignore[arg-type]
+    assert list(FixedLengthEpochs(Three(), 5).epoch(1, start=2)) == both[7:]
 
 
 def rates(recipe, steps: int, updates) -> list[float]:
