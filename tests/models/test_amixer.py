@@ -218,7 +218,7 @@ def test_set_input_size() -> None:
     fresh = family.AMixer((96, 64), window_sizes=(6, 4, 4, 2), policy_ape=True, **SMALL).eval()
     fresh.load_state_dict(family.checkpoint_filter_fn(state, fresh))
     torch.testing.assert_close(fresh(x), model(x))
-    with pytest.raises(ValueError, match=r"one value for each stage, got \(7,\)"):
+    with pytest.raises(ValueError, match=r"4 values, one per stage, got \(7,\)"):
         model.set_input_size(64, (7,))
 
 
