@@ -13,7 +13,7 @@ N, C, HIDDEN = 196, 192, 768  # tokens, channels and hidden channels of columnar
 
 
 class Calls(nn.Module):
-    """A model that is one function of an image."""
+    """A model that applies one function to an image."""
 
     def __init__(self, function) -> None:
         super().__init__()
@@ -85,14 +85,14 @@ def test_kinds(function, expected: dict[str, int]) -> None:
 
 
 def test_fused_attention_counts_where_meta_cannot_run() -> None:
-    """A tensor outside the state keeps a model off the meta device; on its own it counts the same."""
+    """A model with a tensor outside its state cannot run on the meta device; on its own device the counts are equal."""
     outside = torch.ones(1, 3, 8, 8)
     stuck = Calls(lambda x: F.scaled_dot_product_attention(x + outside, x[:, :, :3], x[:, :, :3]))
     assert count_exp(stuck, 8) == {"softmax": 3 * 8 * 3}
     assert count_macs(stuck, 8) == 3 * 8 * 3 * (8 + 8)
 
 
-def test_transformer_layers_hide_nothing() -> None:
+def test_transformer_layers_are_counted() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, activation="gelu", batch_first=True)
     model = Calls(lambda x: layer(x.flatten(1, 2)))
     model.layer = layer
@@ -119,7 +119,7 @@ def test_macs_of_deformable_convolution() -> None:
     assert count_macs(model, 8) == 64 * 6 * 4 * 9
 
 
-def test_a_model_is_left_as_it_was() -> None:
+def test_the_model_is_unchanged() -> None:
     model = tokamix.create_body("columnar_tiny", "softmax", depth=1).train()
     model.blocks[0].eval()
     before = {n: p.clone() for n, p in model.state_dict().items()}

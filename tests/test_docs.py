@@ -1,5 +1,6 @@
 """The documentation: Python blocks run, commands exist, generated tables are current, the site builds."""
 
+import importlib
 import os
 import re
 import shlex
@@ -180,7 +181,7 @@ def test_benchmark_page_is_generated(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """docs/benchmarks.md is what benchmarks/report.py writes from results/ and docs/benchmarks.in.md."""
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import report
+    report: Any = importlib.import_module("report")
 
     (tmp_path / "benchmarks.in.md").write_text((ROOT / "docs/benchmarks.in.md").read_text())
     monkeypatch.setattr(report, "DOCS", tmp_path)

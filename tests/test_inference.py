@@ -101,7 +101,7 @@ def test_every_task_is_loaded(classifier_run: Path, segmenter_run: Path, detecto
 
 
 def test_a_checkpoint_of_a_different_model(classifier_run: Path, segmenter_run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not for ResNet"):
+    with pytest.raises(ValueError, match="the checkpoint does not fit ResNet"):
         load_model(classifier_run / "model.safetensors", model="test_resnet")
     config = read_config(segmenter_run)
     (tmp_path / "config.json").write_text(json.dumps(config))

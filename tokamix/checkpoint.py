@@ -88,10 +88,10 @@ def read_checkpoint(path: str | Path) -> Mapping[str, Any]:
         path = hf_hub_download(str(path).removeprefix(HUB), WEIGHT_FILES[0])
     path = Path(path)
     if path.is_dir():
-        found = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
-        if not found:
+        files = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
+        if not files:
             raise FileNotFoundError(f"the folder {path} has no weights: it needs {' or '.join(WEIGHT_FILES)}")
-        path = found[0]
+        path = files[0]
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}")
     try:
@@ -105,9 +105,9 @@ def read_checkpoint(path: str | Path) -> Mapping[str, Any]:
     except Exception as error:
         # torch raises UnpicklingError for classes that are not allowed. Its text, which explains how to load the file
         # anyway, and would run its code, is not repeated.
-        if found := re.search(r"GLOBAL (\S+)", str(error)):
+        if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
             raise ValueError(
-                f"{path} contains {found[1]} besides weights and was not loaded, because it could run code; ask its"
+                f"{path} contains {unsafe[1]} besides weights and was not loaded, because it could run code; ask its"
                 " author for the state dict as .safetensors"
             ) from None
         raise ValueError(

@@ -47,9 +47,10 @@ class Copy(nn.Module):
 
 
 def test_wrong_gradients_are_not_timed() -> None:
-    case = ops.OpCase("copy", "small", 4, Copy(), [torch.randn(2, 4)], ("torch",))
+    copy = Copy()
+    case = ops.OpCase("copy", "small", 4, copy, [torch.randn(2, 4)], ("torch",))
     assert ops.measure(case, "torch", "cpu", 0.0).gradient_error == 0
-    case.run.wrong = True
+    copy.wrong = True
     with pytest.raises(RuntimeError, match=r"not timed, because the result is wrong.* 0\.0e\+00 .* 1\.0e\+00"):
         ops.measure(case, "torch", "cpu", 0.0)
 

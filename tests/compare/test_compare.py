@@ -82,7 +82,7 @@ def test_folder_of_images(tmp_path: Path) -> None:
         ["sima", "pooling"],
         "pyramid_tiny",
         output=tmp_path / "out",
-        overrides={"epochs": 1, "batch_size": 4, "image_size": 12, "model": "pyramid_tiny_sima", "model_kwargs": small},
+        overrides={"epochs": 1, "batch_size": 4, "image_size": 12, "model_kwargs": small},
         device="cpu",
         processes=1,
         progress=lines.append,

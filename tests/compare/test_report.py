@@ -186,6 +186,13 @@ def test_every_mixer_is_listed() -> None:
     assert "<code>&lt;mine&gt;</code></th><td>54.3 k</td><td>7.65 M</td><td>4.32 k</td><td>3.4 ms</td>" in page
 
 
+def test_estimated_receptive_fields() -> None:
+    example = make_report().example
+    assert example is not None
+    assert "estimated" not in render(make_report())
+    assert "estimated from 16 random directions" in render(make_report(example=example._replace(probes=16)))
+
+
 def test_page_without_receptive_fields() -> None:
     page = Page(render(make_report(example=None)))
     assert not page.count("img")

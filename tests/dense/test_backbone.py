@@ -312,7 +312,8 @@ def test_backbone_in_torchvisions_mask_rcnn(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["atmnet_xtiny", "stvit_small"])
 def test_backbone_in_hugging_face(name: str) -> None:
-    config = TimmBackboneConfig(backbone=name, out_indices=[0, 1, 2, 3], use_pretrained_backbone=False)
+    options: dict[str, Any] = {"out_indices": [0, 1, 2, 3], "use_pretrained_backbone": False}
+    config = TimmBackboneConfig(backbone=name, **options)
     backbone = TimmBackbone(config=config).eval()
     ours = timm.create_model(name, features_only=True).eval()
     ours.load_state_dict(backbone._backbone.state_dict())

@@ -39,7 +39,7 @@ def with_classes(classes: list[str]) -> DatasetSplits:
         names = [part.classes[label] for label in part.labels.tolist()]
         chosen = torch.tensor([i for i, name in enumerate(names) if name in classes])
         parts.append(ArrayDataset(part.images[chosen], [classes.index(names[i]) for i in chosen.tolist()], classes))
-    return DatasetSplits("tiny", *parts, tuple(classes))
+    return DatasetSplits("tiny", parts[0], parts[1], tuple(classes))
 
 
 @pytest.fixture(scope="module")

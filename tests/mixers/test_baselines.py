@@ -55,6 +55,25 @@ def test_softmax_against_its_formula() -> None:
     torch.testing.assert_close(mixer(x, GRID), mixer.proj(out.transpose(1, 2).flatten(2)))
 
 
+def test_normalised_queries_and_keys() -> None:
+    mixer = SoftmaxAttention(DIM, HEADS, qk_norm=True, dtype=torch.float64)
+    plain = SoftmaxAttention(DIM, HEADS, dtype=torch.float64)
+    assert set(mixer.state_dict()) - set(plain.state_dict()) == {
+        f"{part}_norm.{name}" for part in "qk" for name in ("weight", "bias")
+    }
+    q, k, v = heads()
+    nn.init.normal_(mixer.q_norm.weight)
+
+    def normalise(t: Tensor, norm: nn.LayerNorm) -> Tensor:
+        centred = t - t.mean(-1, keepdim=True)
+        return centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight + norm.bias
+
+    normalised = normalise(q, mixer.q_norm), normalise(k, mixer.k_norm)
+    torch.testing.assert_close(mixer.attend(q, k, v, GRID), plain.attend(*normalised, v, GRID))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert mixer.float()(torch.randn(2, 12, DIM), GRID).dtype == torch.bfloat16
+
+
 def test_xca_against_its_formula() -> None:
     q, k, v = heads()
     temperature = torch.rand(HEADS, dtype=torch.float64) + 0.5
@@ -69,7 +88,7 @@ def test_xca_against_its_formula() -> None:
     torch.testing.assert_close(cross_covariance_attention(q, k, v, temperature), expected)
 
 
-def test_xca_is_timms() -> None:
+def test_xca_equals_timm() -> None:
     from timm.models.xcit import XCA as TimmXCA
 
     theirs, ours = TimmXCA(DIM, HEADS, qkv_bias=True).double(), make("xca", dtype=torch.float64)
@@ -199,7 +218,7 @@ def test_newton_inverse_and_its_gradient() -> None:
     a = (a @ a.mT + torch.eye(4)).requires_grad_()
     torch.testing.assert_close(newton_inverse(a, 40), torch.linalg.inv(a))
     assert torch.autograd.gradcheck(lambda a: newton_inverse(a @ a.mT, 60), a)
-    ones = torch.ones(1, 4, 4, dtype=torch.float64)  # where the paper's starting value is thrown to zero
+    ones = torch.ones(1, 4, 4, dtype=torch.float64)  # the paper's starting value falls to zero here
     torch.testing.assert_close(newton_inverse(ones), ones / 16)
 
 
@@ -212,7 +231,7 @@ def test_efficient_attention_against_its_formula() -> None:
 @pytest.mark.parametrize("reweight", [False, True])
 def test_cosformer_against_its_formula(reweight: bool) -> None:
     q, k, v = heads()
-    q = q + 1  # so that every query sees something
+    q = q + 1  # so that every query has a key
     height, width = GRID
 
     def near(i: int, j: int) -> float:
@@ -227,7 +246,7 @@ def test_cosformer_against_its_formula(reweight: bool) -> None:
     torch.testing.assert_close(cosformer_attention(q, k, v, grid=GRID, reweight=reweight), by_head(formula, q, k, v))
 
 
-def test_cosformer_query_that_sees_nothing_gives_zero() -> None:
+def test_cosformer_query_without_keys_gives_zero() -> None:
     q, k, v = heads()
     q[:, :, 3] = -1
     assert not cosformer_attention(q, k, v, grid=GRID)[:, :, 3].any()
@@ -276,7 +295,7 @@ def test_any_grid(name: str, grid: tuple[int, int]) -> None:
     out = mixer(x, grid)
     assert out.shape == x.shape
     assert out.isfinite().all()
-    torch.testing.assert_close(mixer(x[:1], grid), out[:1])  # images do not see each other
+    torch.testing.assert_close(mixer(x[:1], grid), out[:1])  # images are independent
     strided = x.repeat_interleave(2, -1)[..., ::2]
     torch.testing.assert_close(mixer(strided, grid), out)
 
@@ -284,12 +303,12 @@ def test_any_grid(name: str, grid: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", BASELINES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(name: str, dtype: torch.dtype) -> None:
-    """Finite from very small to very large tokens, and for many of them; near float32 at ordinary sizes."""
+    """Finite for very small, very large and many tokens; close to float32 for ordinary ones."""
     mixer = make(name, (7, 7))
     for scale in (0.0, 1e-3, 1.0, 1e3):
         x = torch.randn(1, 49, DIM) * scale
         assert mixer.to(dtype)(x.to(dtype), (7, 7)).isfinite().all(), scale
-    x = torch.full((1, 4_096, DIM), 8.0, dtype=dtype)  # their squares sum to more than float16 can hold
+    x = torch.full((1, 4_096, DIM), 8.0, dtype=dtype)  # the sum of their squares overflows float16
     assert mixer(x, (64, 64)).isfinite().all()
     x = torch.randn(1, 49, DIM).to(dtype)
     half, exact = mixer(x, (7, 7)).float(), mixer.float()(x.float(), (7, 7))
@@ -323,7 +342,7 @@ def test_context_broadcast(kind: str) -> None:
         torch.testing.assert_close(module(x), (x + 3 * x.mean(1, keepdim=True)) / 2)
 
 
-def test_context_broadcast_mistakes() -> None:
+def test_context_broadcast_errors() -> None:
     with pytest.raises(ValueError, match="unknown kind 'cbx'"):
         ContextBroadcast(4, "cbx")
     for kind in ("gate", "hybrid"):

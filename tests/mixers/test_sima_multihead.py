@@ -1,4 +1,4 @@
-"""SimA under the call of nn.MultiheadAttention: its formula in float64, and the semantics of what it stands for."""
+"""SimA with the interface of nn.MultiheadAttention: its formula in float64, and the interface's semantics."""
 
 import copy
 import itertools
@@ -37,7 +37,7 @@ def tokens(*shape: int) -> Tensor:
 
 
 def pair(**kwargs: object) -> tuple[SimA, nn.MultiheadAttention]:
-    """The drop-in and what it replaces, with the same weights."""
+    """SimA and nn.MultiheadAttention with the same weights."""
     original = nn.MultiheadAttention(C, H, batch_first=True, dtype=torch.float64, **kwargs).eval()
     module = SimA(C, H, batch_first=True, dtype=torch.float64, **kwargs).eval()
     nn.init.normal_(original.in_proj_bias) if original.in_proj_bias is not None else None
@@ -89,13 +89,13 @@ def test_layouts_agree() -> None:
     torch.testing.assert_close(weights, expected_weights[1])
 
 
-def test_padded_keys_count_for_nothing() -> None:
+def test_padded_keys_have_no_effect() -> None:
     module, _ = pair()
     query, key, value = tokens(B, L, C), tokens(B, S, C), tokens(B, S, C)
     lengths = [S, 4, 1]
     padding = torch.arange(S) >= torch.tensor(lengths)[:, None]
     additive = torch.zeros(padding.shape, dtype=torch.float64).masked_fill(padding, float("-inf"))
-    key[padding] = torch.nan  # whatever a loader left there
+    key[padding] = torch.nan  # arbitrary padding values
     for mask, need_weights in itertools.product((padding, additive), (True, False)):
         out, weights = module(query, key, value, key_padding_mask=mask, need_weights=need_weights)
         for i, length in enumerate(lengths):
@@ -106,8 +106,8 @@ def test_padded_keys_count_for_nothing() -> None:
                 assert not weights[i, :, length:].any()
 
 
-def test_self_attention_does_not_notice_padding() -> None:
-    """Padded queries leave the norms of the queries, which nn.MultiheadAttention does not have."""
+def test_self_attention_is_independent_of_padding() -> None:
+    """Padded queries are excluded from the norms of the queries, which nn.MultiheadAttention does not have."""
     module, original = pair()
     x = tokens(1, 4, C)
     padded = torch.cat([x, 100 * tokens(1, 3, C)], dim=1)
@@ -144,7 +144,7 @@ def test_gradients_reach_everything() -> None:
     assert all(p.grad is not None and p.grad.any() for n, p in module.named_parameters() if n != "in_proj_bias")
 
 
-def test_state_travels() -> None:
+def test_copy_and_pickle() -> None:
     module, original = pair()
     assert module.state_dict().keys() == original.state_dict().keys()
     x = tokens(B, L, C)
@@ -193,8 +193,8 @@ def test_compile_and_export() -> None:
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_transformer_encoder_takes_no_short_cut_past_it(norm_first: bool) -> None:
-    """In eval mode without gradients, PyTorch computes an encoder layer from its weights, softmax included."""
+def test_transformer_encoder_does_not_bypass_it(norm_first: bool) -> None:
+    """In eval mode without gradients, PyTorch would compute an encoder layer with softmax from its weights."""
     layer = nn.TransformerEncoderLayer(C, 4, 2 * C, batch_first=True, norm_first=norm_first, dtype=torch.float64)
     layer.self_attn = SimA(C, 4, batch_first=True, dtype=torch.float64)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -211,7 +211,7 @@ def test_transformer_encoder_takes_no_short_cut_past_it(norm_first: bool) -> Non
 
 
 def test_transformer_decoder_with_cross_attention() -> None:
-    """As in DETR: queries attend to each other, then to an image of another length, some of it padding."""
+    """As in DETR: queries attend to each other, then to an image of different length, partly padding."""
     layer = nn.TransformerDecoderLayer(C, H, 2 * C, batch_first=True)
     layer.self_attn, layer.multihead_attn = SimA(C, H, batch_first=True), SimA(C, H, batch_first=True)
     decoder = nn.TransformerDecoder(layer, 2).eval()

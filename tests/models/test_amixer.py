@@ -1,4 +1,4 @@
-"""AMixer: the authors' numbers, sizes and parameter names; windows, shifts and other image sizes."""
+"""AMixer: the authors' numbers, sizes and parameter names; windows, shifts and image sizes."""
 
 import json
 from pathlib import Path
@@ -157,7 +157,7 @@ def test_golden(case: str) -> None:
 
 
 def test_golden_positions_at_another_size() -> None:
-    """The authors resize the position table to 8x2 tokens, and mix them as if they were 4x4."""
+    """The authors resize the position embedding to 8x2 tokens, and mix them as if they were 4x4."""
     golden = load_golden("amixer_deit_model_posinterp")
     model, prefix = build(golden)
     names = our_names(golden, model, prefix)
@@ -179,7 +179,7 @@ def blocks(model: nn.Module) -> list[list[WeightMixing]]:
 
 
 def test_windows_and_shifts() -> None:
-    """Odd blocks shift by half a window, where the map is larger than a window on both sides."""
+    """Odd blocks shift by half a window if the map is larger than a window on both sides."""
     model = timm.create_model("amixer_tiny", depths=(2, 2, 3, 2), device="meta")
     assert [[m.window[0] for m in stage] for stage in blocks(model)] == [[7, 7], [7, 7], [14, 14, 14], [7, 7]]
     assert [[m.shift[0] for m in stage] for stage in blocks(model)] == [[0, 3], [0, 3], [0, 0, 0], [0, 0]]
@@ -189,11 +189,11 @@ def test_windows_and_shifts() -> None:
     assert [stage[1].shift[0] for stage in blocks(model)] == [3, 3, 7, 3]
 
 
-def test_shift_mask_changes_shifted_blocks_alone() -> None:
+def test_shift_mask_changes_only_shifted_blocks() -> None:
     masked, inert = (
         family.AMixer(64, window_sizes=(4, 4, 4, 2), shift_mask=mask, **SMALL).eval() for mask in (True, False)
     )
-    with torch.no_grad():  # banks and scales start so small that all weights are alike; give them a value
+    with torch.no_grad():  # initial banks and scales are so small that all weights are equal
         for name, p in masked.named_parameters():
             if name.endswith(("bank", "gamma")):
                 p.normal_()
@@ -209,7 +209,7 @@ def test_shift_mask_changes_shifted_blocks_alone() -> None:
 def test_set_input_size() -> None:
     model = family.AMixer(64, window_sizes=(4, 4, 4, 2), policy_ape=True, **SMALL).eval()
     x = torch.randn(1, 3, 96, 64)
-    before = model(x)  # runs without, by padding
+    before = model(x)  # runs without it, by padding
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.set_input_size((96, 64), window_sizes=(6, 4, 4, 2))
     assert blocks(model)[0][0].bank.shape == (3, 11 * 11)
@@ -218,12 +218,12 @@ def test_set_input_size() -> None:
     fresh = family.AMixer((96, 64), window_sizes=(6, 4, 4, 2), policy_ape=True, **SMALL).eval()
     fresh.load_state_dict(family.checkpoint_filter_fn(state, fresh))
     torch.testing.assert_close(fresh(x), model(x))
-    with pytest.raises(ValueError, match=r"one value for each stage, got \(7,\)"):
+    with pytest.raises(ValueError, match=r"4 values, one per stage, got \(7,\)"):
         model.set_input_size(64, (7,))
 
 
 def test_set_input_size_of_a_column() -> None:
-    """Resizing for good gives what resizing on the fly gives, and a checkpoint of another size loads as either."""
+    """Permanent resizing, resizing on the fly and loading a checkpoint of another size give equal results."""
     column = {"patch_size": 8, "dim": 24, "depth": 2, "num_heads": 3, "num_classes": 10}
     model = family.AMixerColumn(32, **column).eval()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -236,7 +236,7 @@ def test_set_input_size_of_a_column() -> None:
     fresh.load_state_dict(family.checkpoint_filter_fn(state, fresh))
     torch.testing.assert_close(fresh(x), on_the_fly)
     back = family.AMixerColumn(32, **column)
-    back.load_state_dict(family.checkpoint_filter_fn(fresh.state_dict(), back))  # from a grid that is no square
+    back.load_state_dict(family.checkpoint_filter_fn(fresh.state_dict(), back))  # from a grid that is not square
 
 
 @pytest.mark.parametrize("activation", ["identity", "l2", "sigmoid", "layernorm"])

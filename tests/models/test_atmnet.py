@@ -77,7 +77,7 @@ def assert_gradients(golden: SimpleNamespace, module: nn.Module, leaves: dict[st
     for name, (norm, total) in golden.meta["grad_norm_sum_all_params"].items():
         grad = ours[next(iter(translate({name: torch.zeros(1, 1)}, prefix)))]
         assert_golden(grad.norm(), torch.tensor(norm, dtype=torch.float64), f"norm of the gradient of {name}")
-        scale = norm * grad.numel() ** 0.5  # a sum of numbers that cancel is only as exact as they are large
+        scale = norm * grad.numel() ** 0.5  # the error of a sum with cancellation is relative to its terms
         assert abs(grad.sum().item() - total) <= 1e-9 * scale, f"sum of the gradient of {name}"
 
 
@@ -213,7 +213,7 @@ def scatter_offsets(model: nn.Module) -> nn.Module:
 
 
 def test_zero_offsets_mix_nothing_across_tokens() -> None:
-    """Table 8's baseline: without fusion weights, which see all tokens' mean, a token is its own patch's."""
+    """Table 8's baseline: without fusion weights, which use the mean of tokens, a token depends on its patch only."""
     mixer = ActiveTokenMixer(8, offsets="zero").double()
     nn.init.zeros_(mixer.fusion.fc2.weight)
     x = torch.randn(1, 12, 8, dtype=torch.float64, requires_grad=True)
@@ -224,7 +224,7 @@ def test_zero_offsets_mix_nothing_across_tokens() -> None:
     torch.testing.assert_close(given(x, (3, 4), x.new_zeros(1, 12, 8)), mixer(x, (3, 4)))
 
 
-def test_active_tokens_see_their_row_and_column() -> None:
+def test_active_tokens_sample_their_row_and_column() -> None:
     mixer = ActiveTokenMixer(64, share=1).double()
     nn.init.zeros_(mixer.fusion.fc2.weight)
     nn.init.normal_(mixer.offset[1].bias, std=3.0)
@@ -243,7 +243,7 @@ def test_active_tokens_see_their_row_and_column() -> None:
 
 @pytest.mark.parametrize("kwargs", [{"offsets": "joint"}, {"contexts": 3}, {"offsets": "joint", "contexts": 3}])
 def test_ablations_of_figure_2(kwargs: dict[str, object]) -> None:
-    """Each looks where it should: with the same offsets a joint look leaves row and column, three see more than one."""
+    """With the same offsets, joint sampling leaves row and column, and three contexts reach more tokens than one."""
     mixer = ActiveTokenMixer(8, share=2, **kwargs).double()
     contexts = kwargs.get("contexts", 1)
     assert len(mixer.embed) == (1 if "offsets" in kwargs else 2)
@@ -273,13 +273,13 @@ def test_ablations_train(kwargs: dict[str, object]) -> None:
 
 
 def test_three_contexts_cost_half_as_much_again() -> None:
-    """The paper says +50 % for figure 2's ATMNet-xT with three contexts; the samples' embeddings alone add a third."""
+    """+50 % in the paper for figure 2's ATMNet-xT with three contexts; the embeddings of the samples add a third."""
     plain, three = size("atmnet_xtiny")[1], size("atmnet_xtiny", contexts=3)[1]
     assert 1.3 < three / plain < 1.5
     assert abs(size("atmnet_xtiny", offsets="joint")[1] / plain - 1) < 0.1
 
 
-def test_offsets_are_made_where_the_authors_make_them() -> None:
+def test_offsets_are_predicted_in_the_authors_blocks() -> None:
     expected = {
         "atmnet_xtiny": [[0], [0], [0, 2], [0]],
         "atmnet_tiny": [[0], [0], [0, 2, 4, 6, 8], [0]],
@@ -305,7 +305,7 @@ def test_initial_values() -> None:
     assert model.no_weight_decay() == {f"stages.{i}.peg.conv.{p}" for i in range(4) for p in ("weight", "bias")}
 
 
-def test_mixer_alone_makes_its_own_offsets() -> None:
+def test_mixer_predicts_offsets() -> None:
     mixer = ActiveTokenMixer(12, share=3)
     nn.init.normal_(mixer.offset[1].bias, std=2.0)
     x = torch.randn(2, 35, 12)
@@ -336,11 +336,11 @@ def test_bad_input() -> None:
 
 @torch.no_grad()
 def test_blocks_that_share_a_plan() -> None:
-    """In inference mode blocks pass on what the first one planned, and see the same tokens as without."""
+    """In inference mode blocks share the first one's plan, with the same result as without."""
     model = timm.create_model("atmnet_xtiny").eval()
     for module in model.modules():
         if isinstance(module, ActiveOffset):
-            nn.init.normal_(module[1].weight, std=0.3)  # they start at no offset
+            nn.init.normal_(module[1].weight, std=0.3)  # initial offsets are zero
     images = torch.randn(2, 3, 64, 96)
     expected = model(images)
     with torch.inference_mode():

@@ -125,7 +125,7 @@ def test_transformers(random_weights) -> None:
         y.square().sum().backward()
     torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=1e-9, atol=1e-11)
     expected = checkpoint_filter_fn({n: p.grad for n, p in theirs.named_parameters()}, ours)
-    # the key's bias moves all scores of a query alike: its gradient is zero but for rounding
+    # the key's bias shifts all scores of a query equally: its gradient is zero up to rounding
     torch.testing.assert_close({n: p.grad for n, p in ours.named_parameters()}, expected, rtol=1e-9, atol=1e-10)
 
 
@@ -136,8 +136,8 @@ def test_own_state_dict_passes_unchanged() -> None:
     assert all(passed[name] is tensor for name, tensor in state.items())
 
 
-def test_attend_is_a_seam() -> None:
-    """Another product goes where softmax was, and gets queries and keys of different numbers."""
+def test_attend_can_be_replaced() -> None:
+    """A replacement of `attend` gets different numbers of queries and keys."""
     seen: list[tuple[torch.Size, torch.Size]] = []
 
     class Average(nn.Module):
@@ -155,14 +155,14 @@ def test_attend_is_a_seam() -> None:
     assert list(model.state_dict()) == before
 
 
-def test_drop_path_rises_in_the_last_stage_alone() -> None:
+def test_drop_path_rises_in_the_last_stage_only() -> None:
     stages = timm.create_model("cvt_13", drop_path_rate=0.1, device="meta").stages
     rates = [[block.drop_path.drop_prob for block in stage.blocks] for stage in stages]
     assert rates[:2] == [[0], [0, 0]]
     assert rates[2] == pytest.approx([0.1 * i / 9 for i in range(10)])
 
 
-def test_features_leave_the_class_token_out() -> None:
+def test_features_exclude_the_class_token() -> None:
     model = create(depths=(1, 1, 1))
     x = torch.randn(1, 3, 40, 56, dtype=torch.float64)
     features, maps = model.forward_intermediates(x, norm=True, output_fmt="NHWC")

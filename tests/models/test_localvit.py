@@ -109,7 +109,7 @@ def test_own_state_dict_passes_unchanged() -> None:
 
 
 def test_positions_are_resized_once_or_each_time() -> None:
-    """The model resized to a size, loaded for it, or given images of it, does the same."""
+    """Resizing the model, loading a checkpoint and resizing on the fly give equal results."""
     model = create(img_size=64)
     x = torch.randn(1, 3, 48, 96, dtype=torch.float64)
     logits = model(x)
@@ -123,8 +123,8 @@ def test_positions_are_resized_once_or_each_time() -> None:
         model.set_input_size(8)
 
 
-def test_class_token_passes_by_the_feed_forward_layers() -> None:
-    """In one block without attention the class token stays what it was, and the last feed-forward layer is unread."""
+def test_class_token_bypasses_the_feed_forward_layers() -> None:
+    """Without attention, a block does not change the class token, and the last feed-forward layer has no effect."""
     model = create(depth=1, img_size=64)
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
     with torch.no_grad():
@@ -145,7 +145,7 @@ def test_intermediates_with_prefix_tokens() -> None:
 
 
 def test_convolutions_are_initialised_as_such() -> None:
-    """1x1 convolutions keep the uniform start of a convolution, as in the authors' code; Linear layers do not."""
+    """1x1 convolutions keep a convolution's uniform initialisation, as in the authors' code; Linear layers do not."""
     mlp = create(depth=1).blocks[0].mlp
     assert mlp.fc1.weight.abs().max().item() == pytest.approx(DIM**-0.5, rel=1e-2)
     assert mlp.se.fc1.weight.std().item() == pytest.approx(0.02, rel=0.1)

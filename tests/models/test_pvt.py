@@ -112,7 +112,7 @@ def test_parameters_macs_and_official_names(name: str, parameters: int, macs: in
 
 @pytest.mark.parametrize("size", [(64, 64), (96, 70), (32, 128)])
 def test_formula(size: tuple[int, int], random_weights) -> None:
-    """At the tables' own size, at others, and where another shape has as many tokens."""
+    """At the size of the position embeddings, at others, and for a different shape with as many tokens."""
     depths = (2, 1, 1, 2)
     weights = random_weights(official_shapes(depths, 5, img_size=64))
     model = create(depths=depths, img_size=64)
@@ -137,7 +137,7 @@ def test_transformers(random_weights) -> None:
         y.square().sum().backward()
     torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=1e-9, atol=1e-11)
     expected = checkpoint_filter_fn({n: p.grad for n, p in theirs.named_parameters()}, ours)
-    # the key's bias moves all scores of a query alike: its gradient is zero but for rounding
+    # the key's bias shifts all scores of a query equally: its gradient is zero up to rounding
     torch.testing.assert_close({n: p.grad for n, p in ours.named_parameters()}, expected, rtol=1e-9, atol=1e-10)
 
 
@@ -149,7 +149,7 @@ def test_own_state_dict_passes_unchanged() -> None:
 
 
 def test_positions_are_resized_once_or_each_time() -> None:
-    """The model resized to a size, loaded for it, or given images of it, does the same."""
+    """Resizing the model, loading a checkpoint and resizing on the fly give equal results."""
     model = create(img_size=64)
     x = torch.randn(1, 3, 96, 128, dtype=torch.float64)
     logits = model(x)
@@ -171,11 +171,11 @@ def test_bad_sizes() -> None:
         checkpoint_filter_fn(wide.state_dict(), create(img_size=64))
 
 
-def test_class_token_alone_is_not_decayed() -> None:
+def test_only_the_class_token_is_not_decayed() -> None:
     assert create(img_size=64).no_weight_decay() == {"stages.3.cls_token"}
 
 
-def test_features_leave_the_class_token_out() -> None:
+def test_features_exclude_the_class_token() -> None:
     model = create(img_size=64)
     features, maps = model.forward_intermediates(torch.randn(1, 3, 64, 96, dtype=torch.float64), norm=True)
     assert features.shape == (1, 1 + 2 * 3, 512)

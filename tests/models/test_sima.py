@@ -52,7 +52,7 @@ def translate(module: nn.Module, name: str) -> str:
 
 def load(module: nn.Module, golden: SimpleNamespace) -> nn.Module:
     state = {translate(module, name): value for name, value in golden.weights.items()}
-    if getattr(module, "pos_embed", ...) is None:  # the authors make the projection even where they do not use it
+    if getattr(module, "pos_embed", ...) is None:  # the authors create the projection even if it is unused
         state = {name: value for name, value in state.items() if not name.startswith("pos_embed")}
     module.double().load_state_dict(state)
     return module.eval()
@@ -74,7 +74,7 @@ def test_loads_official_names(path: Path) -> None:
     assert family.checkpoint_filter_fn(ours, model).keys() == ours.keys()
 
 
-def test_every_official_variant_is_here() -> None:
+def test_every_official_variant_is_tested() -> None:
     names = {f"xcit_{p.stem.removeprefix('sima_')}_sima" for p in OFFICIAL.glob("sima_*.json")}
     assert names == SIZES.keys() - {"xcit_tiny_20_p16_sima"}
 
@@ -84,7 +84,7 @@ def dim_and_heads(golden: SimpleNamespace) -> tuple[int, int]:
 
 
 def torch_eps(module: nn.Module) -> nn.Module:
-    """The authors' blocks alone normalise with PyTorch's eps; their models with 1e-6."""
+    """The authors' single blocks have PyTorch's eps in their norms; their models have 1e-6."""
     for child in module.modules():
         if isinstance(child, nn.LayerNorm):
             child.eps = 1e-5
@@ -92,7 +92,7 @@ def torch_eps(module: nn.Module) -> nn.Module:
 
 
 def build(golden: SimpleNamespace) -> tuple[nn.Module, tuple[object, ...]]:
-    """Our form of a golden case's module, and what it is called with besides x."""
+    """Our module for a golden case, and its arguments besides x."""
     ctor = golden.meta["ctor"]
     match golden.meta["class"]:
         case "SimA":
@@ -135,7 +135,7 @@ def test_authors_numbers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "out64_pos64" in golden.extra:
         assert_golden(call(module, golden, x, args), golden.extra["out64_pos64"]["out"], "output, positions in float64")
 
-    # the authors compute positions in float32, whatever the model's type; so do the numbers that follow
+    # the authors compute positions in float32 for every dtype of the model
     encode = family.FourierPositions._encode
     monkeypatch.setattr(family.FourierPositions, "_encode", lambda self, n, _: encode(self, n, torch.float32))
     module.train(golden.meta["mode"] == "train")
@@ -149,7 +149,7 @@ def test_authors_numbers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, expected in golden.grad_weights.items():
         assert_gradient(grads[translate(module, name)], expected, name)
     for name, norm_and_sum in golden.meta["grad_norm_sum_all_params"].items():
-        if norm_and_sum is not None:  # None: the authors make it but do not use it
+        if norm_and_sum is not None:  # None: the authors create it but do not use it
             norm, total = norm_and_sum
             grad = grads[translate(module, name)]
             assert grad.norm().item() == pytest.approx(norm, rel=1e-9), name
@@ -164,7 +164,7 @@ def assert_gradient(actual: Tensor, expected: Tensor, name: str) -> None:
     assert_golden(actual.view(expected.shape) / unit, expected / unit, f"gradient of {name}")
 
 
-def test_class_token_alone_equals_class_token_among_all() -> None:
+def test_class_only_equals_class_token_of_all() -> None:
     model = timm.create_model("xcit_nano_12_p16_sima", depth=1).eval()
     x = torch.randn(2, 3, 48, 32)
     features = model.forward_features(x)
@@ -177,7 +177,7 @@ def test_class_token_alone_equals_class_token_among_all() -> None:
 
 
 @pytest.mark.parametrize("norm", ["l1", "l2", None])
-def test_without_positions_and_neighbours_tokens_are_a_set(norm: str | None) -> None:
+def test_permutation_equivariance_without_positions(norm: str | None) -> None:
     block = family.Block(16, 2, norm=norm, local_interaction=False).double().eval()
     x, order = torch.randn(2, 12, 16, dtype=torch.float64), torch.randperm(12)
     torch.testing.assert_close(block(x[:, order], (3, 4)), block(x, (3, 4))[:, order])

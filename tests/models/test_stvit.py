@@ -20,7 +20,7 @@ REFINE = {(True, True): "attention", (True, False): "conv", (False, True): "none
 
 
 def build(name: str, ctor: dict[str, Any]) -> tuple[nn.Module, str, str]:
-    """Our counterpart of one of the authors' classes, its place in our model and its place in theirs."""
+    """Our counterpart of one of the authors' classes, and its path in our model and in theirs."""
     dtype = torch.float64
     if name == "STViT":
         renamed = {"embed_dim": "dims", "stoken_size": "stoken_sizes"}
@@ -45,7 +45,7 @@ def build(name: str, ctor: dict[str, Any]) -> tuple[nn.Module, str, str]:
 
 
 class Host(nn.Module):
-    """Puts a part of the model where it would be in the whole, so that the authors' names can be translated."""
+    """Puts a part of the model at its path in the whole, so that the authors' names can be translated."""
 
     def __init__(self, part: nn.Module, place: str, theirs: str) -> None:
         super().__init__()
@@ -109,11 +109,11 @@ def test_swish_golden() -> None:
     assert_golden(nn.SiLU()(golden.inputs["x"]), golden.outputs["out"])
 
 
-def test_every_golden_case_is_here() -> None:
+def test_every_golden_case_is_tested() -> None:
     assert len(golden_cases("stvit_")) == 23
 
 
-# trainable parameters and the MACs of the authors' model, of which the fold and unfold convolutions are not ours
+# trainable parameters and MACs of the authors' model, and MACs of its fold and unfold, which ours does not have
 SIZES = {
     "stvit_small": (25_495_624, 4_350_302_024, 9_938_376),
     "stvit_base": (51_691_288, 9_842_458_890, 18_328_842),
@@ -193,7 +193,7 @@ def test_cells_of_one_are_plain_attention() -> None:
 
 
 def test_authors_initialisation() -> None:
-    """Only the classifier is drawn by hand; what was a 1x1 convolution keeps a convolution's uniform spread."""
+    """Only the classifier has a special initialisation; 1x1 convolutions keep PyTorch's uniform one."""
     torch.manual_seed(0)
     model = timm.create_model("stvit_small", depths=(1, 1, 1, 1), num_classes=100)
     assert model.head.weight.std().item() == pytest.approx(0.02, rel=0.1)

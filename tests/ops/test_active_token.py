@@ -1,4 +1,4 @@
-"""The active token gather: the authors' numbers, deformable convolution, an independent formula, and its edges."""
+"""The active token gather: the authors' numbers, deformable convolution, an independent formula, and edge cases."""
 
 import math
 
@@ -17,7 +17,7 @@ SHAPES = [(1, 1, 1, 4), (2, 7, 5, 12), (1, 63, 1, 8), (1, 3, 65, 4)]
 
 
 def inputs(shape: tuple[int, ...], share: int, axes: int = 1, spread: float = 2.0, **kwargs) -> tuple[Tensor, Tensor]:
-    """A map and offsets of which most are small and some far beyond the map."""
+    """A map and offsets, most of them small and some far outside the map."""
     options = {"dtype": torch.float64, **kwargs}
     offset = torch.randn(*shape[:3], axes * shape[3] // share, **options) * spread
     return torch.randn(shape, **options), torch.where(torch.rand(offset.shape) < 0.1, offset * 1e3, offset)
@@ -128,8 +128,8 @@ def test_non_contiguous_and_empty() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("share", [1, 2, 4, 8])
-def test_inference_mode_reads_the_same(dtype: torch.dtype, share: int) -> None:
-    """Rows of 8 and 16 bytes are read as one number there."""
+def test_inference_mode_gives_the_same(dtype: torch.dtype, share: int) -> None:
+    """In inference mode rows of 8 and 16 bytes are read as one integer."""
     x, offset = (t.to(dtype) for t in inputs((2, 5, 4, 16), share, axes=2))
     expected = *active_gather_axes(x, offset), active_gather_joint(x, offset)
     with torch.inference_mode():
@@ -149,7 +149,7 @@ def test_one_plan_for_several_maps() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype: torch.dtype) -> None:
-    """Positions are exact where the offset is: a long line, and values near the largest."""
+    """Positions are as exact as the offsets: a long line, and values near the largest."""
     x = torch.randn(1, 1, 1000, 4, dtype=dtype)
     shifted = active_gather(x, torch.full((1, 1, 1000, 1), -3.0, dtype=dtype), 2)
     assert torch.equal(shifted[:, :, 3:], x[:, :, :-3])
@@ -197,7 +197,7 @@ def test_opcheck(dims: list[int]) -> None:
 
 
 def test_cost_is_linear_in_tokens() -> None:
-    """Counted numbers, not time: nothing larger than a few maps is made."""
+    """Counts tensor elements, not time: nothing larger than a few maps is created."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Count(TorchDispatchMode):

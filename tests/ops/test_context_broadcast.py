@@ -25,7 +25,7 @@ def test_formulas(n: int) -> None:
 
 
 def test_end_equals_mid() -> None:
-    """A linear layer after CB gives what CB after it gives, bias included: the weights of CB sum to one."""
+    """A linear layer after CB equals CB after the layer, including its bias: the weights of CB sum to one."""
     x, layer = tokens(2, 9, 6), torch.nn.Linear(6, 4).double()
     torch.testing.assert_close(layer(broadcast_context(x)), broadcast_context(layer(x)))
 

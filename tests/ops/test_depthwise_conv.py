@@ -1,4 +1,4 @@
-"""Depthwise convolution on channels-last maps: against its definition, in every form, and its registration."""
+"""Depthwise convolution on channels-last maps: its definition, every option, and its registration."""
 
 import pytest
 import torch

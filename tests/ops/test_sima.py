@@ -58,7 +58,7 @@ def test_gradients(norm: str | None, order: str) -> None:
 
 
 def test_permuting_tokens_permutes_the_output() -> None:
-    """A set in, a set out, which a mixing matrix as in MLP-Mixer does not give."""
+    """Permutation equivariance, which a mixing matrix as in MLP-Mixer does not have."""
     q, k, v = qkv(12, 12, 4)
     order = torch.randperm(12)
     permuted = sima_attention(q[:, :, order], k[:, :, order], v[:, :, order])
@@ -98,7 +98,7 @@ def test_zero_channel(order: str) -> None:
         k[..., 2] = 0
         kept = [0, 3]
         out = sima_attention(q, k, v, order=order)
-        # the channels left are divided by their own norms, so leaving the others out changes nothing
+        # each channel is divided by its own norm, so removing the others changes nothing
         expected = by_definition(q[..., kept].double(), k[..., kept].double(), v[..., kept].double())
         tolerance = 4 * torch.finfo(dtype).eps
         torch.testing.assert_close(out[..., kept].double(), expected, rtol=tolerance * 4, atol=tolerance)
@@ -126,7 +126,7 @@ def test_half_precision_at_any_scale(dtype: torch.dtype, scale: float, order: st
     got = out, *torch.autograd.grad(out, inputs, seed)
     want = expected, *torch.autograd.grad(expected, exact, seed.double())
     for actual, wanted in zip(got, want, strict=True):
-        # no more than a few roundings beyond what storing the exact result would cost (float16's subnormals cost much)
+        # a few roundings more than storing the exact result (which is coarse for float16's subnormals)
         allowed = 2 * torch.finfo(dtype).eps + 2 * relative_error(wanted.to(dtype), wanted)
         assert relative_error(actual, wanted) < allowed
 

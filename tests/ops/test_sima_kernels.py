@@ -30,13 +30,13 @@ def test_against_reference(shape: tuple[int, ...], dtype: torch.dtype, poison_em
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_token(dtype: torch.dtype, poison_empty: None) -> None:
-    """Normalised, a single token is its signs; those do not change, so neither q nor k has a gradient."""
+    """A single normalised token is its signs, which are constant, so q and k have no gradient."""
     q, k, v = (x.to(DEVICE, dtype).requires_grad_() for x in qkv(2, 1, 1, 1, 3))
     out = sima_attention(q, k, v, backend="triton")
     torch.testing.assert_close(out, (q.sign() * k.sign()).sum(-1, keepdim=True) * v)
     dq, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
     torch.testing.assert_close(dv, (q.sign() * k.sign()).sum(-1, keepdim=True).expand_as(v))
-    # two equal terms cancel, each of which was rounded
+    # two equal rounded terms cancel
     scale = torch.finfo(dtype).eps * 8 * v.abs().max()
     assert dq.abs().max() < scale / q.abs().min()
     assert dk.abs().max() < scale / k.abs().min()
@@ -57,7 +57,7 @@ def test_packed(dtype: torch.dtype, poison_empty: None) -> None:
     ("nq", "nk", "norm"), [(72, 72, "l1"), (20, 72, "l1"), (72, 20, "l1"), (9, 9, "l1"), (40, 40, "l2"), (40, 40, None)]
 )
 def test_every_plan(nq: int, nk: int, norm: str | None, poison_empty: None) -> None:
-    """One launch or three, one block or many: the same results."""
+    """One launch or three, one block or many give the same results."""
     from tokamix.ops.sima import kernels
 
     q, k, v = (torch.randn(1, n, 2, 20, device=DEVICE) for n in (nq, nk, nk))
@@ -86,7 +86,7 @@ def test_strides(poison_empty: None) -> None:
     torch.testing.assert_close(out, expected)
     assert out.transpose(1, 2).is_contiguous()
     packed = torch.randn(2, 5, 3, 2, 8, device=DEVICE, requires_grad=True)
-    sima_self_attention(packed, backend="triton").sum().backward()  # the gradient of a sum has no strides
+    sima_self_attention(packed, backend="triton").sum().backward()  # the gradient of a sum has strides of zero
     (expected,) = torch.autograd.grad(sima_self_attention(packed, backend="eager").sum(), packed)
     torch.testing.assert_close(packed.grad, expected)
 

@@ -88,7 +88,7 @@ def test_non_contiguous() -> None:
 
 
 def test_padding_takes_part() -> None:
-    """A map the cells do not divide gives what the same map filled up with zeros gives."""
+    """A map that the cells do not divide equals the same map padded with zeros."""
     x = maps(1, 5, 7, 3)
     filled = torch.nn.functional.pad(x, (0, 0, 0, 1, 0, 3))
     tokens, association = super_token_sample(x, (4, 4))
@@ -97,7 +97,7 @@ def test_padding_takes_part() -> None:
     torch.testing.assert_close(association, filled_association[:, :5, :7])
 
 
-def test_border_takes_its_share() -> None:
+def test_border_loses_weight() -> None:
     """With a flat association a corner keeps 4/9 of its input, an edge 6/9, the inside all of it."""
     x = torch.full((1, 6, 6, 2), 1e-9, dtype=torch.float64)
     out = super_token_scatter(*super_token_sample(x, (2, 2)), (2, 2)) / x

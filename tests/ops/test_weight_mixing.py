@@ -56,7 +56,7 @@ def slow(v, policy, bank, grid, window, shift, shift_mask, activation) -> Tensor
     out = torch.zeros_like(v)
 
     def place(t: int) -> tuple[tuple[int, int], tuple[int, int], tuple[bool, bool]]:
-        """Window, position in it, and whether the cyclic shift carried the token round each border."""
+        """Window, position in it, and whether the cyclic shift moved the token across each border."""
         y, x = (t // width - shift[0]) % height, (t % width - shift[1]) % width
         return (y // h, x // w), (y % h, x % w), (y >= height - shift[0], x >= width - shift[1])
 
@@ -108,7 +108,7 @@ def test_gradients(activation: str) -> None:
 
 
 def test_without_policy() -> None:
-    """Static weights are those of a policy that picks one bank entry for each head."""
+    """Static weights equal those of a policy that selects one bank entry for each head."""
     grid, window, shift = CASES["shifted windows"]
     v, _, bank = make(grid, window, size=3)
     pick = torch.eye(3, dtype=v.dtype).expand(2, v.shape[1], 3, 3)
@@ -126,7 +126,7 @@ def test_weights_of_a_destination_sum_to_one() -> None:
 
 
 def test_windows_do_not_leak() -> None:
-    """A token is seen in its own window and nowhere else; with the mask not across the map's border either."""
+    """A token affects only its own window and, with the mask, not across the map's border."""
     grid, window, shift = (6, 6), (3, 3), (1, 1)
     v, policy, bank = make(grid, window, batch=1)
     moved = v.clone()
@@ -168,7 +168,7 @@ def test_half_precision(dtype: torch.dtype, activation: str) -> None:
     for scale in (0, 1e-3, 1, 1e4):
         out = bank_mixing(v, policy * scale, bank, grid, window, shift, activation=activation)
         assert out.dtype == dtype
-        if not (activation == "identity" and scale == 1e4 and dtype == torch.float16):  # this one is truly infinite
+        if not (activation == "identity" and scale == 1e4 and dtype == torch.float16):  # exactly infinite
             assert out.isfinite().all(), scale
 
 
@@ -199,7 +199,7 @@ def test_resize_bank() -> None:
     larger = resize_bank(bank, (3, 4), (6, 5))
     assert larger.shape == (2, 11 * 9)
     centre = larger.view(2, 11, 9)[:, 5, 4]
-    torch.testing.assert_close(centre, bank.view(2, 5, 7)[:, 2, 3])  # no displacement stays no displacement
+    torch.testing.assert_close(centre, bank.view(2, 5, 7)[:, 2, 3])  # zero displacement stays zero displacement
 
 
 @pytest.mark.parametrize("activation", ["softmax", "layernorm"])

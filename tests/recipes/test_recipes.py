@@ -210,7 +210,7 @@ def test_good_values() -> None:
     assert load_recipe("digits").distillation == "none"
     assert load_recipe("digits", ["drop_path_later.20=0.2"]).drop_path_later == {20: 0.2}
     with pytest.raises(dataclasses.FrozenInstanceError):
-        recipe.lr = 1.0  # type: ignore[misc]
+        recipe.lr = 1.0
     with pytest.raises(ValueError, match="recipe digits: epochs is -1"):
         recipe.replace(epochs=-1)
     with pytest.raises(ValueError, match="recipe digits: there is no key 'epoch'; did you mean epochs"):

@@ -79,7 +79,7 @@ def measure(
     example = None
     if level is not None:
         start = config.image_size // stride // 2 * stride
-        example = Example(_to_rgb(image, config), label, (start, start, stride))
+        example = Example(_to_rgb(image, config), label, (start, start, stride), _choose_probes(model, level))
     return Report(
         texts=texts,
         results=results,
@@ -155,9 +155,13 @@ def _measure(candidate: Candidate, runs: Sequence[RunResult], setting: _Setting)
 def _receptive_field(model: nn.Module, setting: _Setting) -> Tensor | None:
     if setting.level is None:
         return None
-    info: Any = model.feature_info
-    probes = None if info[setting.level]["num_chs"] <= EXACT_CHANNELS else PROBES
+    probes = _choose_probes(model, setting.level)
     return receptive_field(model, setting.image, level=setting.level, probes=probes).cpu()
+
+
+def _choose_probes(model: Any, level: int) -> int | None:
+    """None for an exact receptive field, or the number of random directions to estimate it from."""
+    return None if model.feature_info[level]["num_chs"] <= EXACT_CHANNELS else PROBES
 
 
 def _untrained_cost(mixer: str, name: str, setting: _Setting) -> Cost:

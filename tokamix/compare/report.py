@@ -95,6 +95,7 @@ class Example(NamedTuple):
     image: Tensor
     label: str
     patch: tuple[int, int, int]
+    probes: int | None = None  # random directions from which the fields are estimated; None: exact
 
 
 @dataclass(frozen=True)
@@ -300,7 +301,7 @@ def _receptive_fields(classes: Sequence[str], report: Report) -> str:
     """The section about receptive fields, or nothing if they were not computed."""
     if report.example is None:
         return ""
-    image, label, patch = report.example
+    image, label, patch, probes = report.example
     articles = ""
     for css_class, result in zip(classes, report.results, strict=True):
         tiles = ""
@@ -318,6 +319,7 @@ def _receptive_fields(classes: Sequence[str], report: Report) -> str:
         brightest=f"{100 * BRIGHTEST:g}",
         heat=", ".join(f"rgb{colour}" for colour in HEAT),
         articles=articles,
+        estimate=f" The norms are estimated from {probes} random directions." if probes else "",
     )
 
 
@@ -328,7 +330,7 @@ _FIELDS = """<section>
     <figure>$tile<figcaption>A validation image of class <b>$label</b>, enlarged. The frame marks the token.<span class="ramp" style="background: linear-gradient(90deg, $heat)"></span>Dark: no influence. Bright: the strongest $brightest&nbsp;% of the pixels of each map. Square root scale.</figcaption></figure>
     <div class="fields">$articles</div>
   </div>
-  <p class="note">The maps show the norm of the gradient of the token's feature vector with respect to each pixel (the effective receptive field), for this one image and the first seed. They show the effect of a small change of a pixel, not what the network recognises.</p>
+  <p class="note">The maps show the norm of the gradient of the token's feature vector with respect to each pixel (the effective receptive field), for this one image and the first seed.$estimate They show the effect of a small change of a pixel, not what the network recognises.</p>
 </section>"""  # noqa: E501
 
 

@@ -16,7 +16,7 @@ from tokamix.compare.report import Report, Texts, render
 from tokamix.data import DatasetSplits, create_dataset
 from tokamix.files import write_text
 from tokamix.models.bodies import BODIES
-from tokamix.recipes import Recipe, load_recipe
+from tokamix.recipes import Recipe, load_overrides, load_recipe
 from tokamix.train import RunResult, train
 
 DEFAULT_BODY = "pyramid_tiny"
@@ -88,11 +88,19 @@ def compare(
     base = load_recipe(recipe, overrides)
     if base.task != "classify":
         raise ValueError(f"compare trains classifiers, and the recipe {base.name} is for task {base.task}")
-    body = _choose_body(body, base)
+    own_kwargs = any(key.startswith("model_kwargs") for key in load_overrides(overrides))
+    body = _choose_body(body, base, own_kwargs)
+    if base.model_kwargs.get("mixer_kwargs"):
+        raise ValueError(
+            f"the recipe {base.name} sets mixer_kwargs {base.model_kwargs['mixer_kwargs']}, but mixers have different"
+            " arguments; add --set model_kwargs.mixer_kwargs={}"
+        )
+    every_epoch = {} if base.iterations else {"eval_every": None}  # the page shows curves over all epochs
     name = data if isinstance(data, str) else data.name
+    name = Path(name).name if Path(name).exists() else name  # a folder's full path would fill the heading
     return run_comparison(
         candidates,
-        lambda candidate, seed: base.replace(model=f"{body}_{candidate.mixer}", seed=seed),
+        lambda candidate, seed: base.replace(model=f"{body}_{candidate.mixer}", seed=seed, **every_epoch),
         data,
         Path(output),
         Texts.for_data(name, body, base.name),
@@ -164,12 +172,13 @@ def run_comparison(
     return Comparison(report, page, runs)
 
 
-def _choose_body(body: str | None, recipe: Recipe) -> str:
+def _choose_body(body: str | None, recipe: Recipe, own_kwargs: bool) -> str:
+    """The body's name; model_kwargs of a recipe, unlike the user's own, must be made for it."""
     own = next((name for name in BODIES if (recipe.model or "").startswith(f"{name}_")), None)
     body = body or own or DEFAULT_BODY
     if body not in BODIES:
         raise ValueError(f"there is no body {body!r}; {suggest(body, BODIES)}")
-    if recipe.model_kwargs and body != own:
+    if recipe.model_kwargs and body != own and not own_kwargs:
         raise ValueError(
             f"the recipe {recipe.name} sets model_kwargs for {recipe.model or 'another model'}, which {body} may not"
             f" accept; {f'use --body {own}' if own else 'choose another recipe'}, or --set model_kwargs={{}}"

@@ -106,7 +106,7 @@ def batch_images(images: Tensor | Sequence[Tensor], divisor: int) -> ImageList:
     if not shapes or any(len(shape) != 3 for shape in shapes):
         raise ValueError(f"a detector needs images (B, 3, H, W) or a list of (3, h, w), got {shapes or 'no image'}")
     sizes = [shape[1:] for shape in shapes]
-    height, width = (-(-max(sides) // divisor) * divisor for sides in zip(*sizes, strict=True))
+    height, width = ((max(sides) + divisor - 1) // divisor * divisor for sides in zip(*sizes, strict=True))
     if isinstance(images, Tensor):
         padding = (0, width - images.shape[-1], 0, height - images.shape[-2])
         return ImageList(F.pad(images, padding) if any(padding) else images, sizes)

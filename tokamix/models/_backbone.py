@@ -425,4 +425,4 @@ class Column(Backbone):
 
 def _check_output_fmt(given: str, possible: tuple[str, ...]) -> None:
     if given not in possible:
-        raise ValueError(f"output_fmt {given!r} is not supported: choose one of {', '.join(possible)}")
+        raise ValueError(f"output_fmt {given!r} is not possible: choose one of {', '.join(possible)}")

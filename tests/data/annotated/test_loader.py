@@ -117,7 +117,7 @@ def test_padding(norm: dict) -> None:
     """An image smaller than the crop is in its upper left corner; the rest is 0 after normalisation, and 255."""
     dataset = AnnotatedShapes(Shapes(4, 16), "segment")
     sample = dataset.sample(0)
-    loader = create_train_loader(dataset, dense_recipe("segment", hflip=0.0), batch_size=4, **norm)
+    loader: Any = create_train_loader(dataset, dense_recipe("segment", hflip=0.0), batch_size=4, **norm)
     images, classes = next(iter(loader.epoch(0)))
     position = loader.order.indices(0).tolist().index(0)
     assert torch.equal(classes[position, :16, :16], sample.segmentation.long())

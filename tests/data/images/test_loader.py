@@ -6,6 +6,7 @@ import random
 import signal
 from itertools import islice
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -164,7 +165,7 @@ def test_evaluation_yields_each_image_once_in_order(dataset: ImageDataset, world
 
 
 @pytest.mark.parametrize(("size", "crop"), [(16, 1.0), (16, 0.8), (24, 0.875), (20, 1.0)])
-def test_evaluation_is_timms(dataset: ImageDataset, size: int, crop: float) -> None:
+def test_evaluation_is_timms(dataset: ArrayDataset, size: int, crop: float) -> None:
     """Held as arrays they are resized in one go, which Pillow does in two, each rounded and clipped."""
     ramp = torch.arange(20) * 5.0
     dataset.images[:8] = (ramp + ramp[:, None] + 60 * dataset.images[:8, :, :1, :1] / 255).byte()
@@ -286,7 +287,8 @@ def test_corrupt_files_are_skipped_and_counted(
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 1), (1, 8), (2, 1), (2, 4)])
 def test_the_next_image_of_the_epoch_replaces_a_bad_one(broken: ImageDataset, world_size: int, batch_size: int) -> None:
     """Also where a process has one image a batch; what stands where depends on neither."""
-    order = create_train_loader(broken, recipe(), batch_size=8, resident=False).order.indices(0).tolist()
+    loader: Any = create_train_loader(broken, recipe(), batch_size=8, resident=False)
+    order = loader.order.indices(0).tolist()
     bad = [i for i in range(24) if broken.name_of(i).endswith(("ant/0.png", "bee/1.jpg", "cat/2.png"))]
     assert len(bad) == 3
     expected = [next(i for i in [*order[p:], *order] if i not in bad) for p in range(24)]

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.data.annotated.files import content, write_coco
+from tests.data.annotated.files import annotation, content, write_coco
 from tests.train.launch import DENSE_RUNS, MASKS, SMALL_STVIT
 from tests.train.loop.test_resume import Stop, stop_at
 from tests.train.tiny import assert_same_bits, tiny_data
@@ -194,10 +194,10 @@ def test_starting_from_a_segmenter(
         run_classifier(tmp_path / "c", checkpoint=tmp_path / "old")
 
 
-def bad_scenes(root: Path, **annotation: Any) -> str:
+def bad_scenes(root: Path, **values: Any) -> str:
     """A COCO data set of four training and five validation images."""
     for part, images in (("train", 4), ("val", 5)):
-        things = [annotation(i + 1, 10 + i, [5, 5, 20, 20], **annotation) for i in range(images)]
+        things = [annotation(i + 1, 10 + i, [5, 5, 20, 20], **values) for i in range(images)]
         write_coco(root, part, content(images, things))
     return str(root)
 
@@ -323,12 +323,12 @@ def test_intervals() -> None:
 
         endless = Loader.endless
 
-    intervals = FixedLengthEpochs(Three(), 5)  # type: ignore[arg-type]
+    intervals = FixedLengthEpochs(Three(), 5)
     assert len(intervals) == 5
     both = [*intervals.epoch(0), *intervals.epoch(1)]
     assert both == [(e, s) for e in range(4) for s in range(3)][:10]
     assert Three.started == [(0, 0), (1, 0), (2, 0), (3, 0)]  # no batch is read twice
-    assert list(FixedLengthEpochs(Three(), 5).epoch(1, start=2)) == both[7:]  # type: ignore[arg-type]
+    assert list(FixedLengthEpochs(Three(), 5).epoch(1, start=2)) == both[7:]
 
 
 def rates(recipe, steps: int, updates) -> list[float]:
