@@ -222,7 +222,7 @@ def gather_share(model: nn.Module) -> float:
     model = copy.deepcopy(model)
     for mixer in model.modules():
         if isinstance(mixer, ActiveTokenMixer):
-            mixer._look, mixer.plan = timed(mixer._look), timed(mixer.plan)
+            mixer._sample, mixer.plan = timed(mixer._sample), timed(mixer.plan)
     shares = []
     for _ in range(10):
         spent, start = 0.0, time.perf_counter()
