@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -69,7 +69,7 @@ class Agreement:
     """
 
     def __init__(self, processes: int) -> None:
-        self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo") if processes > 1 else None
+        self.group: Any = dist.new_group(backend="gloo") if processes > 1 else None
         self.flags = torch.zeros(2, dtype=torch.int32)
         self.pending: dist.Work | None = None
 
