@@ -14,6 +14,7 @@ from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer,
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
+from tokamix._construction import record_creation
 from tokamix._hints import suggest
 from tokamix.layers import ConvEmbed, PatchEmbed, PositionEmbedding
 from tokamix.mixers.context_broadcast import ContextBroadcast
@@ -317,7 +318,7 @@ def create_body(body: str, mixer: str, pretrained: bool = False, **kwargs: Any) 
         raise ValueError(f"there is no body {body!r}; {suggest(body, BODIES)}")
     get_mixer(mixer)
     shape, sizes = BODIES[body]
-    return build_model_with_cfg(
+    model = build_model_with_cfg(
         shape,
         f"{body}_{mixer}",
         pretrained,
@@ -325,6 +326,8 @@ def create_body(body: str, mixer: str, pretrained: bool = False, **kwargs: Any) 
         feature_cfg={"out_indices": tuple(range(4)) if shape is PyramidBody else 3, "feature_cls": "getter"},
         **{"mixer": mixer, **sizes, **kwargs},
     )
+    record_creation(model, f"{body}_{mixer}", kwargs)
+    return model
 
 
 def _register(mixer: str) -> None:
