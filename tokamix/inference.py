@@ -255,7 +255,7 @@ def load_model(
         return _load_file(path, model, num_classes)
     if str(source).startswith("hf-hub:"):
         repository, _, revision = name.removeprefix("hf-hub:").partition("@")
-        files = {"repo_id": repository, "revision": revision or None}
+        files: Any = {"repo_id": repository, "revision": revision or None}
         folder = Path(hf_hub_download(filename="config.json", **files)).parent
         if "construction" in read_config(folder):
             hf_hub_download(filename="model.safetensors", **files)

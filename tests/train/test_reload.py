@@ -171,7 +171,7 @@ def test_the_folder_is_checked_at_the_end(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         run(tmp_path / "depth")
     change_config(lambda values: values | {"model_args": {**values["model_args"], "context_broadcast": "cb"}})
-    with pytest.raises(ReloadError, match="is Identity in one of them, ContextBroadcast in the other"):
+    with pytest.raises(ReloadError, match="is None in one of them, ContextBroadcast in the other"):
         run(tmp_path / "cb")
 
 

@@ -68,10 +68,12 @@ def compare_models(model: nn.Module, other: nn.Module, config: InferenceConfig) 
 
 
 def _modules(model: nn.Module) -> dict[str, str]:
-    """Names and classes of all modules; a SyncBatchNorm computes in evaluation what the BatchNorm did."""
+    """Names and classes of all modules that do something in evaluation, where a SyncBatchNorm is a BatchNorm."""
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     return {
-        name: "BatchNorm" if "BatchNorm" in type(module).__name__ else type(module).__name__
-        for name, module in model.named_modules()
+        name: "BatchNorm" if "BatchNorm" in kind else kind
+        for name, kind in kinds.items()
+        if kind != "Identity" and "Drop" not in kind
     }
 
 
