@@ -159,8 +159,8 @@ class DeformableEmbed(nn.Module):
         super().__init__()
         self.linear, self.vertical = linear, vertical
 
-    def forward(self, look: tuple[Tensor, Tensor]) -> Tensor:
-        image, offset = look
+    def forward(self, sample: tuple[Tensor, Tensor]) -> Tensor:
+        image, offset = sample
         each = offset.repeat_interleave(image.shape[1] // offset.shape[1], 1)
         pair = [each, torch.zeros_like(each)] if self.vertical else [torch.zeros_like(each), each]
         weight = self.linear.weight[..., None, None]
@@ -171,7 +171,7 @@ class DeformableEmbed(nn.Module):
 def deformable_model(model: nn.Module) -> nn.Module:
     """A copy of the model that mixes with deformable convolutions."""
 
-    def look(x: Tensor, grid: tuple[int, int], offset: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def sample(x: Tensor, grid: tuple[int, int], offset: Tensor) -> list[tuple[Tensor, Tensor]]:
         image, *parts = (t.mT.unflatten(2, grid).contiguous() for t in (x, *offset.chunk(2, -1)))
         return [(image, part) for part in parts]
 
@@ -179,7 +179,7 @@ def deformable_model(model: nn.Module) -> nn.Module:
     for mixer in model.modules():
         if isinstance(mixer, ActiveTokenMixer):
             mixer.embed = nn.ModuleList(DeformableEmbed(embed, i == 1) for i, embed in enumerate(mixer.embed))
-            mixer._look, mixer.plan = look, lambda x, grid, offset: offset
+            mixer._sample, mixer.plan = sample, lambda x, grid, offset: offset
     return model
 
 
@@ -222,7 +222,7 @@ def gather_share(model: nn.Module) -> float:
     model = copy.deepcopy(model)
     for mixer in model.modules():
         if isinstance(mixer, ActiveTokenMixer):
-            mixer._look, mixer.plan = timed(mixer._look), timed(mixer.plan)
+            mixer._sample, mixer.plan = timed(mixer._sample), timed(mixer.plan)
     shares = []
     for _ in range(10):
         spent, start = 0.0, time.perf_counter()

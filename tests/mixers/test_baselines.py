@@ -55,6 +55,25 @@ def test_softmax_against_its_formula() -> None:
     torch.testing.assert_close(mixer(x, GRID), mixer.proj(out.transpose(1, 2).flatten(2)))
 
 
+def test_normalised_queries_and_keys() -> None:
+    mixer = SoftmaxAttention(DIM, HEADS, qk_norm=True, dtype=torch.float64)
+    plain = SoftmaxAttention(DIM, HEADS, dtype=torch.float64)
+    assert set(mixer.state_dict()) - set(plain.state_dict()) == {
+        f"{part}_norm.{name}" for part in "qk" for name in ("weight", "bias")
+    }
+    q, k, v = heads()
+    nn.init.normal_(mixer.q_norm.weight)
+
+    def normalise(t: Tensor, norm: nn.LayerNorm) -> Tensor:
+        centred = t - t.mean(-1, keepdim=True)
+        return centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight + norm.bias
+
+    normalised = normalise(q, mixer.q_norm), normalise(k, mixer.k_norm)
+    torch.testing.assert_close(mixer.attend(q, k, v, GRID), plain.attend(*normalised, v, GRID))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert mixer.float()(torch.randn(2, 12, DIM), GRID).dtype == torch.bfloat16
+
+
 def test_xca_against_its_formula() -> None:
     q, k, v = heads()
     temperature = torch.rand(HEADS, dtype=torch.float64) + 0.5

@@ -158,3 +158,73 @@ def test_weight_init(body: str, size: dict) -> None:
     assert fan_in.state_dict()["head.weight"].std() == pytest.approx(0.02, rel=0.1)
     with pytest.raises(ValueError, match="unknown weight_init 'xavier': choose one of fixed, fan_in"):
         create_body(body, "softmax", weight_init="xavier")
+
+
+OPTIONS = {"stem": "conv", "conv_pos": True, "weight_init": "fan_in", "scale_residual": True, "num_classes": 5}
+SMALL = {
+    "columnar_tiny": {"dim": 32, "depth": 3, "num_heads": 2, "patch_size": 4},
+    "pyramid_tiny": {"dims": (16, 24, 32), "depths": (1, 2, 1), "num_heads": (1, 2, 2), "patch_size": 2},
+}
+
+
+@pytest.mark.parametrize("body", SMALL)
+@pytest.mark.parametrize("mixer", ["softmax", "active_token"])
+def test_options_keep_the_contract(body: str, mixer: str) -> None:
+    """Odd sizes, feature levels, checkpointing, other channels and initialisation on the meta device."""
+    model = create_body(body, mixer, img_size=32, in_chans=2, **SMALL[body], **OPTIONS).double().train()
+    x = torch.randn(2, 2, 37, 30, dtype=torch.float64)
+    levels = model.eval().forward_intermediates(x, intermediates_only=True)
+    strides = [info["reduction"] for info in model.feature_info]
+    assert [level.shape[-2:] for level in levels] == [(-(-37 // s), -(-30 // s)) for s in strides]
+    model.train()(x).sum().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.set_grad_checkpointing()
+    model(x).sum().backward()
+    assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
+    assert timm.create_model(f"{body}_{mixer}", features_only=True, **SMALL[body])(x[:1, [0, 1, 1]].float())
+    meta = create_body(body, mixer, img_size=32, in_chans=2, device="meta", **SMALL[body], **OPTIONS).to_empty(
+        device="cpu"
+    )
+    meta.init_weights(needs_reset=True)
+    assert meta.eval()(x.float()).isfinite().all()
+    assert meta.get_submodule(meta.pretrained_cfg["first_conv"]).in_channels == 2
+
+
+@pytest.mark.parametrize("stride", [2, 4, 8])
+def test_conv_stem(stride: int) -> None:
+    """It has the stride of the patches, and an output depends on the neighbouring patches too."""
+    model = create_body("columnar_tiny", "softmax", stem="conv", patch_size=stride, depth=1, dim=24).double().eval()
+    x = torch.randn(1, 3, 5 * stride, 4 * stride, dtype=torch.float64, requires_grad=True)
+    out = model.stem(x)
+    assert out.shape == (1, 5, 4, 24)
+    out[0, 2, 2].square().sum().backward()
+    rows = x.grad[0].abs().sum((0, 2)).nonzero().flatten()
+    assert rows[0] < 2 * stride <= rows[-1]
+    with pytest.raises(ValueError, match=r"needs a patch_size of 2, 4, 8 or 16, got 6"):
+        create_body("columnar_tiny", "softmax", stem="conv", patch_size=6)
+    with pytest.raises(ValueError, match="unknown stem 'x': choose one of patch, conv"):
+        create_body("columnar_tiny", "softmax", stem="x")
+
+
+def test_conv_pos_precedes_the_mixer() -> None:
+    model = create_body("columnar_tiny", "sima", depth=1, dim=12, num_heads=2, conv_pos=True).double().eval()
+    block, x = model.blocks[0], torch.randn(2, 15, 12, dtype=torch.float64)
+    image = x.transpose(1, 2).unflatten(2, (3, 5))
+    conv = torch.nn.functional.conv2d(image, block.conv_pos.weight, block.conv_pos.bias, padding=1, groups=12)
+    with_positions = (image + conv).flatten(2).transpose(1, 2)
+    expected = block(x, (3, 5))
+    block.conv_pos = None
+    torch.testing.assert_close(expected, block(with_positions, (3, 5)))
+
+
+@pytest.mark.parametrize(("body", "blocks"), [("columnar_tiny", 3), ("pyramid_tiny", 4)])
+def test_scaled_residual_branches(body: str, blocks: int) -> None:
+    states = []
+    for scale_residual in (False, True):
+        torch.manual_seed(0)
+        model = create_body(body, "softmax", scale_residual=scale_residual, **SMALL[body])
+        states.append(model.state_dict())
+    for name, before in states[0].items():
+        is_last = name.endswith(("mixer.proj.weight", "mlp.fc2.weight"))
+        torch.testing.assert_close(states[1][name], before * (2 * blocks) ** -0.5 if is_last else before)

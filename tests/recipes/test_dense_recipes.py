@@ -145,7 +145,7 @@ SEGMENT = "task: segment\nmethod: upernet\ncrop_size: 32\nbatch_size: 4\n"
         ("method: upernet\n", "method belongs to task segment and detect, not classify; leave it out"),
         ("task: segment\nmethod: upernet\n", "task segment needs crop_size: the side"),
         (SEGMENT + "mixup: 0.8\n", "mixup belongs to task classify, not segment; leave it out"),
-        (SEGMENT + "eval_every: 10\n", "eval_every 10 counts iterations; set `iterations` too"),
+        (SEGMENT + "ema: 0.9\nema_half_life: 10\n", "ema 0.9 and ema_half_life 10 exclude each other; set one"),
         (SEGMENT + "iterations: 25\neval_every: 10\n", "iterations 25 cannot be divided by eval_every 10"),
         (
             SEGMENT + "iterations: 25\nwarmup_iterations: 25\n",
@@ -177,7 +177,7 @@ def test_epochs_and_iterations_are_not_mixed() -> None:
     with pytest.raises(ValueError, match="it has 40000 iterations, not epochs; set iterations="):
         load_recipe("atmnet_semantic_fpn", ["epochs=3"])
     by_epochs = load_recipe("atmnet_semantic_fpn", ["epochs=30", "iterations=none", "eval_every=none"])
-    assert (by_epochs.evaluations, load_recipe("atmnet_semantic_fpn").evaluations) == (30, 10)
+    assert (by_epochs.num_epochs, load_recipe("atmnet_semantic_fpn").num_epochs) == (30, 10)
 
 
 @pytest.mark.parametrize("schema", [SegmentRecipe, DetectRecipe])
@@ -193,8 +193,8 @@ def test_short_schedules(caplog: pytest.LogCaptureFixture) -> None:
     assert (detect.epochs, detect.milestones, detect.warmup_iterations) == (3, (2.0, 2.75), 125)
     assert "epochs changed from 12 to 3, so the schedule scales: warmup_iterations 500 -> 125" in caplog.text
     segment = load_recipe("atmnet_upernet", ["iterations=600"])
-    assert (segment.warmup_iterations, segment.evaluations) == (5, load_recipe("atmnet_upernet").evaluations)
-    assert load_recipe("atmnet_upernet", ["iterations=25"]).evaluations == 5
+    assert (segment.warmup_iterations, segment.num_epochs) == (5, load_recipe("atmnet_upernet").num_epochs)
+    assert load_recipe("atmnet_upernet", ["iterations=25"]).num_epochs == 5
     assert load_recipe("atmnet_mask_rcnn_1x", ["epochs=3", "milestones=[1]"]).milestones == (1,)
     small = load_recipe("small_segment", ["epochs=3"])
     assert small.warmup_iterations == 3

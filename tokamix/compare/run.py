@@ -90,11 +90,17 @@ def compare(
         raise ValueError(f"compare trains classifiers, and the recipe {base.name} is for task {base.task}")
     own_kwargs = any(key.startswith("model_kwargs") for key in load_overrides(overrides))
     body = _choose_body(body, base, own_kwargs)
+    if base.model_kwargs.get("mixer_kwargs"):
+        raise ValueError(
+            f"the recipe {base.name} sets mixer_kwargs {base.model_kwargs['mixer_kwargs']}, but mixers have different"
+            " arguments; add --set model_kwargs.mixer_kwargs={}"
+        )
+    every_epoch = {} if base.iterations else {"eval_every": None}  # the page shows curves over all epochs
     name = data if isinstance(data, str) else data.name
     name = Path(name).name if Path(name).exists() else name  # a folder's full path would fill the heading
     return run_comparison(
         candidates,
-        lambda candidate, seed: base.replace(model=f"{body}_{candidate.mixer}", seed=seed),
+        lambda candidate, seed: base.replace(model=f"{body}_{candidate.mixer}", seed=seed, **every_epoch),
         data,
         Path(output),
         Texts.for_data(name, body, base.name),

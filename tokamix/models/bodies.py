@@ -16,7 +16,17 @@ from torch import Tensor, nn
 
 from tokamix._construction import record_creation
 from tokamix._hints import suggest
-from tokamix.layers import ConvEmbed, PatchEmbed, PositionEmbedding
+from tokamix.layers import (
+    ConvEmbed,
+    DepthwiseConv,
+    ImageConv,
+    MapConv,
+    PatchEmbed,
+    PositionEmbedding,
+    channels_last,
+    map_to_tokens,
+    tokens_to_map,
+)
 from tokamix.mixers.context_broadcast import ContextBroadcast
 from tokamix.mixers.registry import Site, create_mixer, get_mixer, watch_mixers
 from tokamix.models._backbone import Backbone, Column, Pyramid, PyramidStage, image_cfg
@@ -33,6 +43,48 @@ class BodyStem(PatchEmbed):
         # always the largest padding: the convolution ignores the rest, and symbolic shapes stay simple
         missing = self.proj.kernel_size[0] - 1
         return super().forward(F.pad(x, (0, missing, 0, missing)))
+
+
+class ConvStem(nn.Module):
+    """Convolutions of 3x3 px with GELU between them and a final LayerNorm, down to the grid of a patch embedding.
+
+    Early Convolutions Help Transformers See Better, arXiv 2106.14881, without BatchNorm. Each convolution halves the
+    image and doubles the channels; for a total stride of 2 the first one has stride 1.
+
+    Args:
+        in_chans: channels of the images.
+        dim: channels of the output.
+        stride: total stride, a power of 2.
+        eps: of the LayerNorm.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+    """
+
+    def __init__(
+        self, in_chans: int, dim: int, stride: int, eps: float = 1e-6, device: Any = None, dtype: Any = None
+    ) -> None:
+        dd: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__()
+        halvings = stride.bit_length() - 1
+        if stride < 2 or stride != 2**halvings:
+            raise ValueError(f"a conv stem needs a patch_size of 2, 4, 8 or 16, got {stride}; or use stem='patch'")
+        strides = [1, 2] if halvings == 1 else [2] * halvings
+        widths = [max(1, dim // 2 ** (len(strides) - 1 - i)) for i in range(len(strides))]
+        first: nn.Module = ImageConv(in_chans, widths[0], 3, strides[0], 1, **dd)
+        rest = (MapConv(widths[i - 1], widths[i], 3, strides[i], 1, **dd) for i in range(1, len(strides)))
+        self.convs = nn.ModuleList([first, *rest])
+        self.norm = nn.LayerNorm(dim, eps=eps, **dd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, in_chans, H, W) -> (B, h, w, dim)."""
+        first, *rest = self.convs
+        x = channels_last(first(x))
+        for conv in rest:
+            x = conv(F.gelu(x))
+        return self.norm(x)
+
+
+STEMS: dict[str, Any] = {"patch": BodyStem, "conv": ConvStem}
 
 
 class Downsample(ConvEmbed):
@@ -56,6 +108,7 @@ class Block(nn.Module):
         mlp_ratio: hidden channels of the MLP, as a multiple of the block's.
         act_layer: the MLP's activation, a name or class.
         context_broadcast: kind of context broadcasting at the end of the MLP, "cb" or "cbs"; None for none.
+        conv_pos: add a depthwise 3x3 convolution of the tokens in front of the mixer.
         mixer_kwargs: options of the mixer.
         device: device of the parameters.
         dtype: dtype of the parameters.
@@ -69,6 +122,7 @@ class Block(nn.Module):
         mlp_ratio: float,
         act_layer: str | type[nn.Module],
         context_broadcast: str | None,
+        conv_pos: bool,
         mixer_kwargs: dict[str, Any] | None,
         device: Any = None,
         dtype: Any = None,
@@ -76,6 +130,7 @@ class Block(nn.Module):
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__()
         dim = site.dim
+        self.conv_pos = DepthwiseConv(dim, residual=True, **dd) if conv_pos else None
         self.norm1 = nn.LayerNorm(dim, eps=1e-6, **dd)
         self.mixer = create_mixer(mixer, site, **(mixer_kwargs or {}), **dd)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6, **dd)
@@ -87,19 +142,40 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, grid: Pair) -> Tensor:
         """Tokens x (B, H*W, C) of grid (H, W) -> the same shape."""
+        if self.conv_pos is not None:
+            x = map_to_tokens(self.conv_pos(tokens_to_map(x, grid)))[0]
         x = x + self.drop_path(self.mixer(self.norm1(x), grid))
         return x + self.drop_path(self.context(self.mlp(self.norm2(x))))
 
 
 class Body(Backbone):
-    """Base class of both bodies: initialisation of the weights."""
+    """Base class of both bodies: stem and initialisation of the weights."""
 
     weight_init: str
+    scale_residual: bool
 
-    def _set_weight_init(self, weight_init: str) -> None:
+    @staticmethod
+    def _create_stem(stem: str, in_chans: int, dim: int, patch_size: int, **dd: Any) -> nn.Module:
+        if stem not in STEMS:
+            raise ValueError(f"unknown stem {stem!r}: choose one of {', '.join(STEMS)}")
+        return STEMS[stem](in_chans, dim, patch_size, eps=1e-6, **dd)
+
+    def _set_weight_init(self, weight_init: str, scale_residual: bool) -> None:
         if weight_init not in WEIGHT_INITS:
             raise ValueError(f"unknown weight_init {weight_init!r}: choose one of {', '.join(WEIGHT_INITS)}")
-        self.weight_init = weight_init
+        self.weight_init, self.scale_residual = weight_init, scale_residual
+
+    @torch.jit.ignore
+    def init_weights(self, needs_reset: bool = True) -> None:
+        """Initialise every parameter and derived buffer (after `to_empty` too)."""
+        super().init_weights(needs_reset)
+        if self.scale_residual:
+            blocks = [module for module in self.modules() if isinstance(module, Block)]
+            last_layers = [layer for block in blocks for layer in (getattr(block.mixer, "proj", None), block.mlp.fc2)]
+            with torch.no_grad():
+                for layer in last_layers:
+                    if isinstance(layer, nn.Linear):  # not every mixer ends in one
+                        layer.weight.mul_((2 * len(blocks)) ** -0.5)
 
     def _init_module(self, module: nn.Module, needs_reset: bool) -> None:
         super()._init_module(module, needs_reset)
@@ -127,9 +203,14 @@ class ColumnarBody(Body, Column):
         mlp_ratio: hidden channels of the MLPs, as a multiple of `dim`.
         act_layer: the MLPs' activation.
         context_broadcast: "cb" or "cbs" adds context broadcasting at the end of each MLP.
+        stem: "patch", one linear layer per patch; or "conv", 3x3 convolutions of stride 2 down to the same grid.
+        conv_pos: add a depthwise 3x3 convolution of the tokens in front of each mixer: conditional positions (CPVT,
+            arXiv 2102.10882).
         mixer_kwargs: options of the mixers.
         weight_init: "fixed", standard deviation 0.02 of Linear layers and positions, for wide networks; or "fan_in",
             1 / sqrt(inputs) and 1, with which narrow networks learn in far fewer steps.
+        scale_residual: divide the initial weights of the last layer of each residual branch by sqrt(2 * blocks), as in
+            GPT-2.
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth of the last block, rising linearly from 0.
         device: device of the parameters.
@@ -150,8 +231,11 @@ class ColumnarBody(Body, Column):
         mlp_ratio: float = 4.0,
         act_layer: str | type[nn.Module] = "gelu",
         context_broadcast: str | None = None,
+        stem: str = "patch",
+        conv_pos: bool = False,
         mixer_kwargs: dict[str, Any] | None = None,
         weight_init: str = "fixed",
+        scale_residual: bool = False,
         drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         device: Any = None,
@@ -162,16 +246,16 @@ class ColumnarBody(Body, Column):
         self.in_chans = in_chans
         self.feature_info = [{"num_chs": dim, "reduction": patch_size, "module": f"blocks.{i}"} for i in range(depth)]
         grid = _grid(img_size, patch_size)
-        self.stem = BodyStem(in_chans, dim, patch_size, eps=1e-6, **dd)
+        self.stem = self._create_stem(stem, in_chans, dim, patch_size, **dd)
         self.pos_embed = PositionEmbedding(dim, grid, **dd)
         options: dict[str, Any] = {"mixer": mixer, "mlp_ratio": mlp_ratio, "act_layer": act_layer, **dd}
-        options |= {"context_broadcast": context_broadcast, "mixer_kwargs": mixer_kwargs}
+        options |= {"context_broadcast": context_broadcast, "conv_pos": conv_pos, "mixer_kwargs": mixer_kwargs}
         rates = calculate_drop_path_rates(drop_path_rate, depth)
         sites = [Site(dim, num_heads, grid, index=i) for i in range(depth)]
         self.blocks = nn.ModuleList(Block(site, rate, **options) for site, rate in zip(sites, rates, strict=True))
         self.norm = nn.LayerNorm(dim, eps=1e-6, **dd)
         self._build_head(dim, num_classes, global_pool, drop_rate, **dd)
-        self._set_weight_init(weight_init)
+        self._set_weight_init(weight_init, scale_residual)
         self.init_weights(needs_reset=False)
 
     def embed(self, x: Tensor) -> tuple[Tensor, Pair]:
@@ -197,6 +281,7 @@ class PyramidBody(Body, Pyramid):
         mixer: name of a registered mixer.
         img_size: side or (H, W) of the images for the position embedding and the tables of some mixers, which are
             resized for other images.
+        patch_size: side of a patch, the stride of the first stage.
         in_chans: channels of the images.
         num_classes: classes; 0 for no classifier.
         global_pool: "avg" or "" (no pooling).
@@ -206,9 +291,14 @@ class PyramidBody(Body, Pyramid):
         mlp_ratio: hidden channels of the MLPs, as a multiple of the stage's.
         act_layer: the MLPs' activation.
         context_broadcast: "cb" or "cbs" adds context broadcasting at the end of each MLP.
+        stem: "patch", one linear layer per patch; or "conv", 3x3 convolutions of stride 2 down to the same grid.
+        conv_pos: add a depthwise 3x3 convolution of the tokens in front of each mixer: conditional positions (CPVT,
+            arXiv 2102.10882).
         mixer_kwargs: options of the mixers.
         weight_init: "fixed", standard deviation 0.02 of Linear layers and positions, for wide networks; or "fan_in",
             1 / sqrt(inputs) and 1, with which narrow networks learn in far fewer steps.
+        scale_residual: divide the initial weights of the last layer of each residual branch by sqrt(2 * blocks), as in
+            GPT-2.
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth of the last block, rising linearly from 0.
         device: device of the parameters.
@@ -219,6 +309,7 @@ class PyramidBody(Body, Pyramid):
         self,
         mixer: str = "softmax",
         img_size: int | Pair = 224,
+        patch_size: int = 4,
         in_chans: int = 3,
         num_classes: int = 1000,
         global_pool: str = "avg",
@@ -228,8 +319,11 @@ class PyramidBody(Body, Pyramid):
         mlp_ratio: float = 4.0,
         act_layer: str | type[nn.Module] = "gelu",
         context_broadcast: str | None = None,
+        stem: str = "patch",
+        conv_pos: bool = False,
         mixer_kwargs: dict[str, Any] | None = None,
         weight_init: str = "fixed",
+        scale_residual: bool = False,
         drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         device: Any = None,
@@ -241,11 +335,11 @@ class PyramidBody(Body, Pyramid):
             raise ValueError(f"dims {dims}, depths {depths} and num_heads {num_heads} must have one value per stage")
         self.in_chans = in_chans
         self.feature_info = [
-            {"num_chs": dim, "reduction": 4 * 2**i, "module": f"stages.{i}"} for i, dim in enumerate(dims)
+            {"num_chs": dim, "reduction": patch_size * 2**i, "module": f"stages.{i}"} for i, dim in enumerate(dims)
         ]
-        self.stem = BodyStem(in_chans, dims[0], 4, eps=1e-6, **dd)
+        self.stem = self._create_stem(stem, in_chans, dims[0], patch_size, **dd)
         options: dict[str, Any] = {"mixer": mixer, "mlp_ratio": mlp_ratio, "act_layer": act_layer, **dd}
-        options |= {"context_broadcast": context_broadcast, "mixer_kwargs": mixer_kwargs}
+        options |= {"context_broadcast": context_broadcast, "conv_pos": conv_pos, "mixer_kwargs": mixer_kwargs}
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         stages = []
         for i, dim in enumerate(dims):
@@ -259,7 +353,7 @@ class PyramidBody(Body, Pyramid):
         self.stages = nn.ModuleList(stages)
         self.norm = nn.LayerNorm(dims[-1], eps=1e-6, **dd)
         self._build_head(dims[-1], num_classes, global_pool, drop_rate, **dd)
-        self._set_weight_init(weight_init)
+        self._set_weight_init(weight_init, scale_residual)
         self.init_weights(needs_reset=False)
 
     @torch.jit.ignore
@@ -318,15 +412,19 @@ def create_body(body: str, mixer: str, pretrained: bool = False, **kwargs: Any) 
         raise ValueError(f"there is no body {body!r}; {suggest(body, BODIES)}")
     get_mixer(mixer)
     shape, sizes = BODIES[body]
-    model = build_model_with_cfg(
+    arguments = {"mixer": mixer, **sizes, **kwargs}
+    levels = tuple(range(len(arguments["dims"]))) if shape is PyramidBody else 3
+    model: Any = build_model_with_cfg(
         shape,
         f"{body}_{mixer}",
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={"out_indices": tuple(range(4)) if shape is PyramidBody else 3, "feature_cls": "getter"},
-        **{"mixer": mixer, **sizes, **kwargs},
+        feature_cfg={"out_indices": levels, "feature_cls": "getter"},
+        **arguments,
     )
     record_creation(model, f"{body}_{mixer}", kwargs)
+    if arguments.get("stem") == "conv":  # timm adapts the weights of this layer to other in_chans
+        model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, "first_conv": "stem.convs.0"}
     return model
 
 

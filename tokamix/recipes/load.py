@@ -112,8 +112,9 @@ def _scale_schedule(before: dict[str, Any], values: dict[str, Any], overridden: 
         moved = {max(1, round(epoch * new / old)): rate for epoch, rate in later.items()}
         changes["drop_path_later"] = {epoch: rate for epoch, rate in moved.items() if epoch < new}
     if every := scaled("eval_every"):
-        count = next(n for n in range(max(1, old // every), 0, -1) if new % n == 0)
-        changes["eval_every"] = new // count
+        changes["eval_every"] = max(1, round(every * new / old))
+        if unit == "iterations":  # the interval must divide them
+            changes["eval_every"] = new // next(n for n in range(max(1, old // every), 0, -1) if new % n == 0)
     if changes:
         shown = ", ".join(f"{key} {values.get(key, default_of(schema, key))} -> {v}" for key, v in changes.items())
         _log.warning("%s changed from %s to %s, so the schedule scales: %s", unit, old, new, shown)

@@ -73,23 +73,25 @@ class Recipe:
         interpolation: how images are resized.
         epochs: passes over the training set.
         iterations: number of optimizer steps, instead of `epochs`; an epoch then lasts until the next evaluation.
-        eval_every: iterations between evaluations, with `iterations`; none: evaluate at the end only.
+        eval_every: epochs between evaluations (none: 1), or iterations with `iterations` (none: at the end only).
+        select: the weights kept as the model: of the "best" evaluation, or the "last" ones, averaged if EMA is on.
         batch_size: images per optimizer step, over all processes and accumulation steps.
         accumulate: forward passes per optimizer step.
-        optimizer: a name of timm's optimizers.
+        optimizer: a name of timm's optimizers; `muon` and `nmuon` (Nesterov) run in a faster implementation.
+        optimizer_kwargs: further arguments of the optimizer, such as {fallback_lr_scale: 0.4} of `nmuon`.
         lr: the learning rate after warm-up.
         lr_per: the batch size that `lr` is given for, scaled linearly to `batch_size`; none: `lr` is used as it is.
-        min_lr: final learning rate of the cosine and poly schedules; never scaled.
+        min_lr: final learning rate of the cosine, linear and poly schedules; never scaled.
         warmup_epochs: epochs of linear warm-up, part of `epochs`.
         warmup_lr: learning rate at the start of warm-up; never scaled.
         warmup_iterations: iterations of linear warm-up; none: `warmup_epochs`, or no warm-up with `iterations`.
         warmup_ratio: learning rate at the start of that warm-up, as a fraction of the peak.
-        schedule: after warm-up; "poly" decays to `min_lr`, "step" divides by ten at each of `milestones`.
+        schedule: after warm-up; "linear" and "poly" decay to `min_lr`, "step" divides by ten at each of `milestones`.
         power: exponent of the poly schedule.
         milestones: epochs at which the step schedule decays; iterations where `iterations` is set.
         betas: of Adam-like optimizers; none: the optimizer's default.
         eps: of Adam-like optimizers; none: the optimizer's default.
-        momentum: of SGD-like optimizers.
+        momentum: of SGD-like optimizers and Muon.
         weight_decay: not applied to norms, biases and parameters that the model excludes.
         clip_grad: maximum norm of all gradients together; none: no clipping.
         drop_path: stochastic depth; none: the model's default.
@@ -97,6 +99,7 @@ class Recipe:
         eval_mode: train in evaluation mode: BatchNorm statistics are frozen and dropout is off.
         hflip: probability of a horizontal flip.
         ema: decay of the exponential moving average of the weights; none: off.
+        ema_half_life: the same decay as a number of steps, after which a weight counts half; none: `ema`.
         precision: of the forward and backward pass; the weights are float32. A CPU trains in fp32 by default.
         compile: use torch.compile.
         channels_last: store images and weights in channels_last memory format.
@@ -119,10 +122,12 @@ class Recipe:
     epochs: Count = 50
     iterations: Count | None = None
     eval_every: Count | None = None
+    select: Literal["best", "last"] = "best"
     batch_size: Count = 128
     accumulate: Count = 1
 
     optimizer: str = "adamw"
+    optimizer_kwargs: dict[str, Any] = field(default_factory=dict)
     lr: NotNegative = 1e-3
     lr_per: Count | None = None
     min_lr: NotNegative = 1e-5
@@ -130,7 +135,7 @@ class Recipe:
     warmup_lr: NotNegative = 1e-6
     warmup_iterations: CountOrZero | None = None
     warmup_ratio: Probability = 0.001
-    schedule: Literal["cosine", "constant", "poly", "step"] = "cosine"
+    schedule: Literal["cosine", "constant", "linear", "poly", "step"] = "cosine"
     power: Positive = 1.0
     milestones: tuple[Positive, ...] = ()
     betas: tuple[Rate, Rate] | None = None
@@ -144,6 +149,7 @@ class Recipe:
     eval_mode: bool = False
     hflip: Probability = 0.5
     ema: Rate | None = None
+    ema_half_life: Positive | None = None
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     compile: bool = False
@@ -173,6 +179,10 @@ class Recipe:
         if self.optimizer not in list_optimizers():
             hint = nearest(self.optimizer, list_optimizers()) or "; timm.optim.list_optimizers() lists them"
             return f"timm has no optimizer {self.optimizer!r}{hint}"
+        if self.ema and self.ema_half_life:
+            return (
+                f"ema {self.ema:g} and ema_half_life {self.ema_half_life:g} exclude each other; set one of them to none"
+            )
         if wrong := [epoch for epoch in self.drop_path_later if not 0 < epoch < self.epochs]:
             return f"drop_path_later names epoch {wrong[0]} of {self.epochs}; set it to {{}} for no change"
         return self._schedule_conflict()
@@ -184,13 +194,10 @@ class Recipe:
         if self.iterations and (self.warmup_iterations or 0) >= self.iterations:
             problem = f"warmup_iterations {self.warmup_iterations} must be below iterations {self.iterations}"
             return f"{problem}; set it lower, for example with --set warmup_iterations=0"
-        if self.schedule in ("cosine", "poly") and self.min_lr > self.peak_lr:
+        if self.schedule in ("cosine", "linear", "poly") and self.min_lr > self.peak_lr:
             return f"min_lr {self.min_lr:g} is above the learning rate {self.peak_lr:g} at batch {self.batch_size}"
-        if self.eval_every is not None:
-            if self.iterations is None:
-                return f"eval_every {self.eval_every} counts iterations; set `iterations` too, or eval_every to none"
-            if self.iterations % self.eval_every:
-                return f"iterations {self.iterations} cannot be divided by eval_every {self.eval_every}"
+        if self.eval_every and self.iterations and self.iterations % self.eval_every:
+            return f"iterations {self.iterations} cannot be divided by eval_every {self.eval_every}"
         milestones = [round(m) if m == round(m) else m for m in self.milestones]
         if (self.schedule == "step") != bool(self.milestones):
             return f"milestones {milestones} do not fit schedule {self.schedule}: only step uses them, and needs them"
@@ -199,9 +206,19 @@ class Recipe:
         return None
 
     @property
-    def evaluations(self) -> int:
-        """Number of evaluations in a run: one per epoch, or one every `eval_every` iterations."""
+    def num_epochs(self) -> int:
+        """Number of epochs that the training loop counts: `epochs`, or intervals of `eval_every` iterations."""
         return self.iterations // (self.eval_every or self.iterations) if self.iterations else self.epochs
+
+    def evaluates_after(self, epoch: int) -> bool:
+        """Whether the model is evaluated after this epoch of `num_epochs`, counted from 1."""
+        interval = 1 if self.iterations else self.eval_every or 1
+        return epoch % interval == 0 or epoch == self.num_epochs
+
+    @property
+    def ema_decay(self) -> float | None:
+        """Decay of the moving average per step; None: no average."""
+        return 0.5 ** (1 / self.ema_half_life) if self.ema_half_life else self.ema
 
     @property
     def peak_lr(self) -> float:
@@ -246,6 +263,8 @@ class ClassifyRecipe(Recipe):
         cutmix: alpha of CutMix; 0: off.
         mixup_prob: probability that a batch is mixed at all.
         mixup_switch_prob: probability of CutMix where both are on.
+        mixup_mode: draw once per "batch" or for each image ("elem").
+        mixup_off: fraction of the run, at its end, without mixup and CutMix.
         label_smoothing: fraction of the label that is spread over all classes.
         augment: timm's auto augmentation, such as "rand-m9-mstd0.5-inc1"; "3-augment"; none: crops and flips only.
         color_jitter: strength of colour jitter; timm omits it where `augment` changes colours itself.
@@ -271,6 +290,8 @@ class ClassifyRecipe(Recipe):
     cutmix: NotNegative = 0.0
     mixup_prob: Probability = 1.0
     mixup_switch_prob: Probability = 0.5
+    mixup_mode: Literal["batch", "elem"] = "batch"
+    mixup_off: Probability = 0.0
     label_smoothing: Probability = 0.1
     augment: str | None = None
     color_jitter: NotNegative | None = None

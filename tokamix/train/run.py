@@ -34,8 +34,9 @@ class RunResult:
 
     Attributes:
         folder: the run's folder.
-        best: the best evaluation: metrics, epoch (counted from 1), and whether it was the averaged weights.
-        epochs: one row of metrics per epoch.
+        best: the evaluation that the recipe selects, by default the best one: metrics, epoch (counted from 1), and
+            whether the weights are averaged.
+        epochs: one row per epoch; metrics of the validation data only in epochs with an evaluation.
         metric: the metric that selects the best weights: "top1", "miou", "mask_ap" or "box_ap".
     """
 
@@ -46,16 +47,16 @@ class RunResult:
 
     @property
     def score(self) -> float:
-        """The best value of the metric, in percent."""
+        """The metric of the selected weights, in percent."""
         return self.best[self.metric]
 
     @property
     def top1(self) -> float:
-        """The best accuracy of a classifier, in percent."""
+        """The accuracy of the selected weights of a classifier, in percent."""
         return self.best["top1"]
 
     def load(self) -> Any:
-        """Load the model with its best weights."""
+        """Load the model with the selected weights."""
         return load_model(self.folder)[0]
 
 
@@ -152,7 +153,7 @@ def train(
         if main and not engine.finished:
             trackers = stack.enter_context(closing(Trackers(folder.path, engine.update, settings, wandb)))
         title = f"{job.title()} on {job.splits.name}"
-        names, epochs = job.metric_names, recipe.evaluations
+        names, epochs = job.metric_names, recipe.num_epochs
         engine.fit(
             Display(title, folder.path, epochs, engine.steps, engine.update, names, quiet or not main),
             trackers,

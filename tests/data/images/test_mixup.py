@@ -90,3 +90,21 @@ def test_processes_mix_the_same_pairs(world: int, step: int) -> None:
         part = mix(IMAGES[rank::world], LABELS[rank::world], both, 8, (0, 0, step))
         assert torch.equal(part[0], whole[0][rank::world])
         assert torch.equal(part[1], whole[1][rank::world])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_image_has_its_own_draw(seed: int) -> None:
+    """Labels and pixels are mixed by the same share; the shares differ, and some images are not mixed."""
+    draw = torch.Generator().manual_seed(seed)
+    images, labels = torch.rand(64, 1, 12, 10, generator=draw), torch.arange(64)
+    both = recipe(mixup=0.8, cutmix=1.0, mixup_prob=0.7, mixup_mode="elem", label_smoothing=0.0)
+    mixed, targets = mix(images, labels, both, 64, (seed, 0, 0))
+    partner = images.roll(32, 0)
+    shares = ((mixed - partner) / (images - partner)).flatten(1)  # of each pixel
+    torch.testing.assert_close(shares.mean(1), targets.diagonal(), atol=1e-2, rtol=0)
+    torch.testing.assert_close(targets.sum(1), torch.ones(64))
+    cut = shares.std(1) > 0.05
+    assert 5 < cut.sum() < 40
+    assert ((shares[cut] < 0.02) | (shares[cut] > 0.98)).all()
+    assert 5 < (targets.diagonal() == 1).sum() < 40
+    assert len(targets.diagonal().unique()) > 20

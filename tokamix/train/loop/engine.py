@@ -98,7 +98,7 @@ class Engine:
             )
         self.schedule = create_scheduler(optimizer.optimizer, recipe, self.steps)
         self.drop_path = DropPathSchedule(model, recipe)
-        self.ema = Ema(model, recipe.ema) if recipe.ema else None
+        self.ema = Ema(model, recipe.ema_decay) if recipe.ema_decay else None
         self.meter = Meter(self.device)
         self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self.epoch, self.step, self.skipped, self.finished = 0, 0, 0, False  # finished epochs, steps of this one
@@ -117,7 +117,7 @@ class Engine:
         """Train to the end of the recipe; `publish` writes curves and model card, given the best metrics."""
         self.display, self.trackers, self.publish = display, trackers, publish
         with Interrupts(active=self.accelerator.num_processes == 1) as self.interrupts, display:
-            while self.epoch < self.recipe.evaluations:
+            while self.epoch < self.recipe.num_epochs:
                 self._train_epoch()
                 self._finish_epoch()
 
@@ -145,9 +145,10 @@ class Engine:
         parts = self.recipe.accumulate
         seed_step(self.recipe.seed, self.update, self.accelerator.process_index, self.device)
         self.schedule.step_update(self.update)
+        progress = self.update / (self.steps * self.recipe.num_epochs)
         logs: dict[str, Tensor] = {}
         for part in range(parts):
-            position = Position(self.recipe.seed, self.epoch, self.step * parts + part)
+            position = Position(self.recipe.seed, self.epoch, self.step * parts + part, progress)
             images, targets = self._next_batch(batches, position)
             last = part == parts - 1
             with nullcontext() if last else self.accelerator.no_sync(self.wrapped):
@@ -219,38 +220,49 @@ class Engine:
         self.display.report(row)
 
     def _finish_epoch(self) -> None:
+        number = self.epoch + 1  # people count from 1
+        row: Row = {"event": "epoch", "epoch": number, "update": number * self.steps, "lr": self._lr()}
+        row |= {f"train_{key}": value / max(1, self.counted) for key, value in self.sums.items()}
+        row.setdefault("train_loss", float("nan"))
+        images = self.counted * self.recipe.batch_size
+        row |= {"images_per_second": round(images / max(self.seconds, 1e-9), 1), "seconds": round(self.seconds, 2)}
+        if self.recipe.evaluates_after(number):
+            self._evaluate(row)
+        else:
+            self._log(row)
+            self.display.epoch(row, is_best=False)
+        self.epoch, self.step, self.sums, self.counted, self.seconds = number, 0, {}, 0, 0.0
+        self.finished = self.epoch == self.recipe.num_epochs
+        due = self._save_is_due() or self.finished
+        if due and self.main:
+            self.publish(self.best)
+        if due or self.options.save_every:
+            self.save()  # last: a finished run has everything in its folder
+
+    def _evaluate(self, row: Row) -> None:
+        """Evaluate the weights and their average, complete and log the epoch's row, and select the weights to keep."""
         pad_to = self.recipe.micro_batch(self.accelerator.num_processes) if self.recipe.compile else None
         self._broadcast_buffers()
         results = {"": self.task.evaluate(self.model, self.val_loader, pad_to)}
         if self.ema is not None:
             with self.ema.swapped():
                 results["ema_"] = self.task.evaluate(self.model, self.val_loader, pad_to)
-        number = self.epoch + 1  # people count from 1
-        row: Row = {"event": "epoch", "epoch": number, "update": number * self.steps, "lr": self._lr()}
-        row |= {f"train_{key}": value / max(1, self.counted) for key, value in self.sums.items()}
-        row.setdefault("train_loss", float("nan"))
         row |= {prefix + key: value for prefix, metrics in results.items() for key, value in metrics.items()}
-        images = self.counted * self.recipe.batch_size
-        row |= {"images_per_second": round(images / max(self.seconds, 1e-9), 1), "seconds": round(self.seconds, 2)}
-        prefix = max(results, key=lambda kind: results[kind][self.task.metric])
-        is_best = self.best is None or results[prefix][self.task.metric] > self.best[self.task.metric]
+        if self.recipe.select == "last":
+            prefix, is_best = list(results)[-1], True
+        else:
+            prefix = max(results, key=lambda kind: results[kind][self.task.metric])
+            is_best = self.best is None or results[prefix][self.task.metric] > self.best[self.task.metric]
         if is_best:
-            self.best = {**results[prefix], "epoch": number, "averaged": bool(prefix)}
+            self.best = {**results[prefix], "epoch": row["epoch"], "averaged": bool(prefix)}
             weights = self.ema.average if prefix and self.ema else self.model.state_dict()
             self.best_weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
         self._log(row)
-        self.display.epoch(row, is_best)
+        self.display.epoch(row, is_best and self.recipe.select == "best")
         with self.ema.swapped() if prefix and self.ema else nullcontext():
             drawing = self.task.draw_predictions(self.model)
         if drawing is not None and self.main:
-            self.folder.add_drawing(number, drawing, self.best["epoch"] if self.best else number)
-        self.epoch, self.step, self.sums, self.counted, self.seconds = number, 0, {}, 0, 0.0
-        self.finished = self.epoch == self.recipe.evaluations
-        due = self._save_is_due() or self.finished
-        if due and self.main:
-            self.publish(self.best)
-        if due or self.options.save_every:
-            self.save()  # last: a finished run has everything in its folder
+            self.folder.add_drawing(row["epoch"], drawing, self.best["epoch"] if self.best else row["epoch"])
 
     def _broadcast_buffers(self) -> None:
         """Replace statistics that each process collected by those of rank 0, which are saved."""

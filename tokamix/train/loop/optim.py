@@ -1,4 +1,4 @@
-"""Optimizer, learning rate schedule and stochastic depth of a recipe, by timm."""
+"""Optimizer, learning rate schedule and stochastic depth of a recipe."""
 
 import inspect
 import logging
@@ -12,27 +12,40 @@ from timm.scheduler.scheduler import Scheduler
 from torch import nn
 
 from tokamix.recipes import Recipe
+from tokamix.train.loop.muon import StackedMuon, muon_groups
 
 _log = logging.getLogger("tokamix")
 
 
 def create_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.Optimizer:
     """Create the optimizer; norms, biases and parameters that the model excludes have no weight decay."""
-    kwargs: dict[str, Any] = {}
+    muon = recipe.optimizer in ("muon", "nmuon")
+    optimizer_class = StackedMuon if muon else get_optimizer_class(recipe.optimizer, bind_defaults=False)
+    parameters = inspect.signature(optimizer_class).parameters
+    if unknown := [key for key in recipe.optimizer_kwargs if key not in parameters]:
+        raise ValueError(
+            f"recipe {recipe.name}: optimizer {recipe.optimizer} has no argument {unknown[0]!r} of optimizer_kwargs;"
+            f" its arguments are {', '.join(parameters)}"
+        )
+    kwargs: dict[str, Any] = dict(recipe.optimizer_kwargs)
     if recipe.betas is not None:
         kwargs["betas"] = tuple(recipe.betas)
     if recipe.eps is not None:
         kwargs["eps"] = recipe.eps
-    parameters = inspect.signature(get_optimizer_class(recipe.optimizer, bind_defaults=False)).parameters
     if device.type == "cuda" and recipe.precision != "fp16" and "fused" in parameters:
         kwargs["fused"] = True
+    layer_decay = getattr(recipe, "layer_decay", None)
+    if muon:
+        kwargs |= {"nesterov": recipe.optimizer == "nmuon", "momentum": recipe.momentum}
+        groups = muon_groups(model, recipe.weight_decay, layer_decay)
+        return StackedMuon(groups, lr=recipe.peak_lr, weight_decay=recipe.weight_decay, **kwargs)
     return create_optimizer_v2(
         model,
         opt=recipe.optimizer,
         lr=recipe.peak_lr,
         weight_decay=recipe.weight_decay,
         momentum=recipe.momentum,
-        layer_decay=getattr(recipe, "layer_decay", None),
+        layer_decay=layer_decay,
         **kwargs,
     )
 
@@ -50,10 +63,10 @@ def create_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe, steps: in
         warmup = float(total // 10)
     schedule, _ = create_scheduler_v2(
         optimizer,
-        sched={"step": "multistep", "constant": "multistep"}.get(recipe.schedule, recipe.schedule),
+        sched={"step": "multistep", "constant": "multistep", "linear": "poly"}.get(recipe.schedule, recipe.schedule),
         num_epochs=total,
         decay_milestones=[round(m * unit) + 1 for m in recipe.milestones],  # timm decays one step early
-        decay_rate=recipe.power if recipe.schedule == "poly" else 0.1,  # timm uses one argument for both
+        decay_rate={"poly": recipe.power, "linear": 1.0}.get(recipe.schedule, 0.1),  # timm has one argument for both
         min_lr=recipe.min_lr,
         warmup_lr=start,
         warmup_epochs=warmup,

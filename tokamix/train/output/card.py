@@ -34,7 +34,8 @@ def create_card(name: str, config: dict[str, Any], recipe: Recipe, data: str, be
         numbers = {key: value for key, value in best.items() if key not in ("epoch", "averaged")}
         rows = "".join(f"| {key} | {value:.3f} |\n" for key, value in numbers.items())
         kind = " (EMA of the weights)" if best.get("averaged") else ""
-        results = f"Best validation results, of epoch {best['epoch']}{kind}:\n\n| metric | value |\n|---|---|\n{rows}"
+        which = "Best validation results, of" if recipe.select == "best" else "Validation results of the last"
+        results = f"{which} epoch {best['epoch']}{kind}:\n\n| metric | value |\n|---|---|\n{rows}"
     settings = yaml.safe_dump({k: v for k, v in recipe.to_dict().items() if v is not None}, sort_keys=False, width=1000)
     return f"""---
 {yaml.safe_dump(head, sort_keys=False)}---

@@ -13,7 +13,6 @@ def draw_curves(epochs: list[dict[str, Any]], path: Path, names: Mapping[str, st
 
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     panels = figure.subplots(1, 2)
-    x = [row["epoch"] for row in epochs]
     lines = {
         "loss": {prefix + "loss": kind for prefix, kind in KINDS.items()},
         f"{' and '.join(names.values())} (%)": {
@@ -24,9 +23,11 @@ def draw_curves(epochs: list[dict[str, Any]], path: Path, names: Mapping[str, st
     }
     for panel, (title, keys) in zip(panels, lines.items(), strict=True):
         for key, label in keys.items():
-            if any(key in row for row in epochs):
-                marker = "." if len(x) < 30 else None
-                panel.plot(x, [row.get(key) for row in epochs], label=label, marker=marker, linewidth=1.6)
+            points = [(row["epoch"], row[key]) for row in epochs if key in row]  # not every epoch is evaluated
+            if points:
+                panel.plot(
+                    *zip(*points, strict=True), label=label, marker="." if len(points) < 30 else None, linewidth=1.6
+                )
         panel.set_xlabel("epoch")
         panel.xaxis.get_major_locator().set_params(integer=True)
         panel.set_title(title, fontsize=10, loc="left")

@@ -42,6 +42,7 @@ class Classify:
 
     def __init__(self, recipe: Recipe, data: str | DatasetSplits) -> None:
         self.recipe = recipe
+        self.unmixed = recipe.replace(mixup_prob=0.0)  # labels stay distributions when mixing ends
         self.splits = create_dataset(data, seed=recipe.seed) if isinstance(data, str) else data
         if self.splits.task != "classify":
             raise ValueError(
@@ -162,7 +163,8 @@ class Classify:
         """Apply mixup and CutMix: labels become distributions; without them both are returned unchanged."""
         if not (self.recipe.mixup or self.recipe.cutmix):
             return images, labels
-        return mix(images, labels, self.recipe, self.splits.num_classes, seed=tuple(position))
+        recipe = self.unmixed if position.progress >= 1 - self.recipe.mixup_off else self.recipe
+        return mix(images, labels, recipe, self.splits.num_classes, seed=position[:3])
 
     def cross_entropy(self, logits: Tensor, target: Tensor) -> Tensor:
         """Cross-entropy against class indices, which are smoothed here, or distributions, which already are."""

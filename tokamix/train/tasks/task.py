@@ -17,11 +17,19 @@ Logs = dict[str, Tensor]
 
 
 class Position(NamedTuple):
-    """Position of a batch in the run; everything random about the batch is a function of it."""
+    """Position of a batch in the run; everything random about the batch is a function of seed, epoch and batch.
+
+    Attributes:
+        seed: of the run.
+        epoch: counted from 0.
+        batch: of the epoch, counted from 0.
+        progress: fraction of the run that is finished.
+    """
 
     seed: int
     epoch: int
     batch: int
+    progress: float = 0.0
 
 
 class LoaderOptions(NamedTuple):
