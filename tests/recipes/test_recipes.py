@@ -1,6 +1,8 @@
 """Recipes: the schema and its errors, every file against the papers' numbers, and the page about them."""
 
+import csv
 import dataclasses
+import json
 import logging
 import re
 from functools import cache
@@ -24,7 +26,7 @@ from tokamix.recipes import (
 from tokamix.recipes.tables import fill, key_rows
 
 NAMES = [name for name in list_recipes() if load_recipe(name).task == "classify"]
-OURS = {"cifar100_fast", "digits", "shapes", "small"}
+OURS = {"cifar100_fast", "cifar100_pyramid", "digits", "imagenette", "shapes", "small"}
 ROOT = Path(__file__).parent.parent.parent
 
 # what the papers state: epochs, batch, learning rate at that batch, weight decay, drop path, printed top-1
@@ -105,6 +107,9 @@ def test_settings_of_single_rows() -> None:
     assert {n for n, r in recipes.items() if r.distillation == "hard"} == {n for n in recipes if "distilled" in n}
     assert {r.crop_pct for n, r in recipes.items() if n.endswith("_sima")} == {1.0}
     assert {r.warmup_epochs for n, r in recipes.items() if n.startswith("deit_base")} == {10}
+    swin = recipes["swin_tiny_cb"]  # rates of config.py, scaled by batch / 512 in main.py
+    scale = swin.batch_size / 512
+    assert (swin.peak_lr, swin.min_lr, swin.warmup_lr) == (5e-4 * scale, 5e-6 * scale, 5e-7 * scale)
     once = {n for n, r in recipes.items() if r.repeated_augmentation == 1}
     assert {n for n in recipes if re.match(r"deit_(tiny|small).*_cbs?", n)} <= once
     assert not {n for n in once if n.startswith(("atmnet", "stvit", "xcit", "deit_base", "pvt"))}
@@ -301,6 +306,25 @@ def test_unknown_recipe() -> None:
         load_recipe("digit")
     with pytest.raises(ValueError, match=r"`tokamix recipes` lists them, and a file's name ends in \.yaml"):
         load_recipe("qqqqqqqq")
+
+
+@pytest.mark.parametrize(
+    ("name", "arm"),
+    [("cifar100_fast", "column_100"), ("cifar100_pyramid", "pyramid_120"), ("imagenette", "imagenette_120")],
+)
+def test_measured_recipes(name: str, arm: str) -> None:
+    """A recipe has the settings of its measured runs, and the page has their results."""
+    with (ROOT / "results/small_data.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["arm"] in (arm, f"{arm}_more")]
+    rows = [row for row in rows if row["status"] == "finished"]
+    page = (ROOT / "docs/recipes.md").read_text()
+    (line,) = re.findall(rf"^\| `{name}` \|.* \(n = .*$", page, re.MULTILINE)
+    assert f"(n = {len(rows)}" in line
+    for row in rows:
+        settings = json.loads(row["settings"])
+        own = {key: settings[key] for key in ("name", "seed")} | {"data": None}
+        assert load_recipe(name).replace(**own) == create_recipe(settings)
+        assert f"{float(row['ema_top1']):.2f}" in line
 
 
 def test_page(tmp_path: Path) -> None:
