@@ -140,6 +140,13 @@ def test_padding_is_minimal_at_the_right_and_bottom() -> None:
     assert create_backbone("resnet18").pad(images).shape == (2, 3, 64, 96)
 
 
+def test_images_are_padded_to_the_blocks_of_attention() -> None:
+    """timm's bilinear attention divides the last map, of stride 32, into blocks of 8x8."""
+    backbone = create_backbone("bat_resnext26ts").eval()
+    with torch.no_grad():
+        assert [m.shape[-2:] for m in backbone(torch.zeros(1, 3, 100, 90))] == [(n, n) for n in (64, 32, 16, 8)]
+
+
 def test_level_norms() -> None:
     images = torch.randn(1, 3, 64, 64)
     model = tiny()

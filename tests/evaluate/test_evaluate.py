@@ -190,6 +190,7 @@ def test_command(classifier_run: Path, segmenter_run: Path, image_folder: Path, 
     common = ("--data", image_folder, "--device", "cpu", "--workers", 0)
     out = call("eval", classifier_run, *common)
     assert f"{classifier_run} on {image_folder}: 8 of 40 images (split val), fp32 on cpu top-1 100.00 %" in out
+    assert "top-5" not in out, "it is always 100 % with two classes"
     assert "40 of 40 images (all images)" in call("eval", classifier_run, *common, "--split", "all")
     assert "32 of 40 images (split train)" in call("eval", classifier_run, *common, "--split", "train")
     out = call("eval", classifier_run, *common, "--report", tmp_path / "report")

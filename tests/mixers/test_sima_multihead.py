@@ -157,7 +157,13 @@ def test_initial_values_are_those_of_multihead_attention() -> None:
     torch.manual_seed(1)
     module = SimA(C, H)
     torch.manual_seed(1)
-    torch.testing.assert_close(module.state_dict(), nn.MultiheadAttention(C, H).state_dict())
+    expected = nn.MultiheadAttention(C, H)
+    torch.testing.assert_close(module.state_dict(), expected.state_dict())
+    for each in (module, expected):
+        torch.manual_seed(2)
+        each._reset_parameters()
+    torch.testing.assert_close(module.state_dict(), expected.state_dict())
+    assert not module._qkv_same_embed_dim, "nn.TransformerEncoder would compute softmax attention"
 
 
 def test_half_precision_keeps_its_accuracy() -> None:

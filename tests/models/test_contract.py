@@ -240,8 +240,8 @@ def test_intermediates(name: str, model: nn.Module) -> None:
     assert pruned.prune_intermediate_layers([0]) == [0]
     assert sum(p.numel() for p in pruned.parameters()) < sum(p.numel() for p in model.parameters())
     torch.testing.assert_close(pruned.forward_intermediates(x, indices=[0], intermediates_only=True), maps[:1])
-    for bad in ([99], 99):
-        with pytest.raises(ValueError, match=r"the model has|a model that has"):
+    for bad in ([99], 99, []):
+        with pytest.raises(ValueError, match=r"the model has|a model that has|indices is empty"):
             model.forward_intermediates(x, indices=bad)
     with pytest.raises(ValueError, match="output_fmt 'CHW' is not possible"):
         model.forward_intermediates(x, output_fmt="CHW")
@@ -310,6 +310,16 @@ def test_every_parameter_learns(name: str) -> None:
     model(images()).square().sum().backward()
     dead = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all() or not p.grad.any()]
     assert not [n for n in dead if not re.match(UNREACHED.get(name.partition("_")[0], "$"), n)]
+
+
+def test_gradients_have_the_strides_of_their_parameters(name: str) -> None:
+    """Otherwise DistributedDataParallel warns in every process."""
+    model = create(name).train()
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        model.to(memory_format=memory_format).zero_grad()
+        model(images()).sum().backward()
+        differing = [n for n, p in model.named_parameters() if p.grad is not None and p.grad.stride() != p.stride()]
+        assert not differing, memory_format
 
 
 def test_drop_path(name: str) -> None:

@@ -107,6 +107,9 @@ def test_settings_of_single_rows() -> None:
     assert {n for n, r in recipes.items() if r.distillation == "hard"} == {n for n in recipes if "distilled" in n}
     assert {r.crop_pct for n, r in recipes.items() if n.endswith("_sima")} == {1.0}
     assert {r.warmup_epochs for n, r in recipes.items() if n.startswith("deit_base")} == {10}
+    swin = recipes["swin_tiny_cb"]  # rates of config.py, scaled by batch / 512 in main.py
+    scale = swin.batch_size / 512
+    assert (swin.peak_lr, swin.min_lr, swin.warmup_lr) == (5e-4 * scale, 5e-6 * scale, 5e-7 * scale)
     once = {n for n, r in recipes.items() if r.repeated_augmentation == 1}
     assert {n for n in recipes if re.match(r"deit_(tiny|small).*_cbs?", n)} <= once
     assert not {n for n in once if n.startswith(("atmnet", "stvit", "xcit", "deit_base", "pvt"))}

@@ -68,14 +68,15 @@ def eval_(
         )
         for note in result.notes:
             console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
-        console.print(_table(result.metrics))
+        console.print(_table(result.metrics, result.num_classes))
         if report is not None:
             console.print(f"the report is in {report}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _table(metrics: dict[str, float]) -> Table | str:
+def _table(metrics: dict[str, float], num_classes: int) -> Table | str:
     if "top1" in metrics:
-        return f"top-1 {metrics['top1']:.2f} %  top-5 {metrics['top5']:.2f} %  loss {metrics['loss']:.4f}"
+        top5 = f"  top-5 {metrics['top5']:.2f} %" if num_classes > 5 else ""  # otherwise it is always 100 %
+        return f"top-1 {metrics['top1']:.2f} %{top5}  loss {metrics['loss']:.4f}"
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right")

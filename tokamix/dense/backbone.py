@@ -216,12 +216,18 @@ def create_backbone(
             levels = LevelNorms(channels)
         # our pyramids round up when they halve; others may drop the last odd row
         exact = isinstance(body, Pyramid) and body.output_fmt == "NHWC"
-        divisor = strides[0] if exact else strides[-1]
+        divisor = strides[0] if exact else strides[-1] * _block_size(body)
     if saved and levels.state_dict():
         levels.load_state_dict(saved)
     in_chans = kwargs.get("in_chans", 3) if isinstance(model, str) else None
     backbone = DenseBackbone(body, indices, levels, channels, strides, divisor, in_chans)
     return _set_fixed_size(backbone, kwargs, reductions[-1])
+
+
+def _block_size(body: nn.Module) -> int:
+    """Side of the blocks into which timm's bilinear and halo attention divide a map; 1 for other models."""
+    sizes = (getattr(module, "block_size", 1) for module in body.modules())
+    return max(size for size in sizes if isinstance(size, int))
 
 
 def _create(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:

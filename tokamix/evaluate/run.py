@@ -36,6 +36,7 @@ class EvaluationResult:
         data: name of the data set.
         source: the model.
         task: "classify", "segment" or "detect".
+        num_classes: classes among which the model chose: those of the data.
         precision: of the forward passes: "fp32", "bf16" or "fp16".
         device: "cpu" or "cuda".
         notes: sentences about the match of the classes and the precision.
@@ -48,6 +49,7 @@ class EvaluationResult:
     data: str
     source: str
     task: str
+    num_classes: int
     precision: str
     device: str
     notes: tuple[str, ...] = ()
@@ -136,7 +138,7 @@ def evaluate(
             write_report(report, network, ChainedLoader(loaders, where), config)
     name = type(source).__name__ if isinstance(source, nn.Module) else str(source)
     total = len(splits.train) + len(splits.val)
-    described = (split, splits.name, name, config.task, chosen, where.type)
+    described = (split, splits.name, name, config.task, config.num_classes, chosen, where.type)
     return EvaluationResult(metrics, num_images, total, *described, notes=tuple(notes))
 
 

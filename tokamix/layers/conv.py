@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tokamix.layers.layout import channels_first, channels_last
 from tokamix.ops import depthwise_conv, dispatch
+from tokamix.ops.depthwise_conv.reference import match_gradient_strides
 from tokamix.ops.precision import autocast_dtype
 
 
@@ -18,7 +19,10 @@ class MapConv(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         """Convolve x (B, H, W, C)."""
         image = channels_first(x)
-        return channels_last(self._as_matmul(image) if self._prefer_matmul(image) else super().forward(image))
+        if self._prefer_matmul(image):
+            return channels_last(self._as_matmul(image))
+        weight = self.weight if self.groups == 1 else match_gradient_strides(self.weight)
+        return channels_last(self._conv_forward(image, weight, self.bias))
 
     def _prefer_matmul(self, image: Tensor) -> bool:
         """Whether a CPU would spend most of a convolution reordering its weights, which it does at each call."""

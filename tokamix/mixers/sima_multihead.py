@@ -64,6 +64,11 @@ class SimA(nn.MultiheadAttention):
         # forward, unless this flag is False (queries, keys and values differ in width)
         self._qkv_same_embed_dim = False
 
+    def _reset_parameters(self) -> None:
+        self._qkv_same_embed_dim = self.in_proj_weight is not None  # read by the base class
+        super()._reset_parameters()
+        self._qkv_same_embed_dim = False
+
     def forward(
         self,
         query: Tensor,

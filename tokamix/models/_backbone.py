@@ -56,8 +56,10 @@ def take_indices(levels: int, indices: Indices) -> tuple[list[int], int]:
     if isinstance(indices, int):
         if not 0 < indices <= levels:
             raise ValueError(f"cannot return the last {indices} features: the model has {levels}")
-        indices = range(levels - indices, levels)  # type: ignore[assignment]
-    taken = [i + levels if i < 0 else i for i in indices]  # type: ignore[union-attr]
+        indices = list(range(levels - indices, levels))
+    if not indices:
+        raise ValueError(f"indices is empty; choose from 0 to {levels - 1}, or None for all {levels} features")
+    taken = [i + levels if i < 0 else i for i in indices]
     for i in taken:
         if not 0 <= i < levels:
             raise ValueError(f"feature index {i} is out of range: the model has {levels}, 0 to {levels - 1}")

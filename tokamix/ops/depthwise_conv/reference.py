@@ -9,6 +9,7 @@ from tokamix.ops.precision import autocast_dtype
 
 def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, residual: bool, gelu: bool) -> Tensor:
     """Convolve x (B, H, W, C); see `tokamix.ops.depthwise_conv`."""
+    weight = match_gradient_strides(weight)
     z = F.gelu(x) if gelu else x
     down, right = weight.shape[2] // 2, weight.shape[3] // 2
     exact = autocast_dtype(x) in (torch.float32, torch.float64)
@@ -17,6 +18,15 @@ def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, residual: boo
     y = F.conv2d(z.permute(0, 3, 1, 2), weight, bias, padding=(down, right), groups=weight.shape[0])
     y = y.permute(0, 2, 3, 1)
     return z + y if residual and not exact else y
+
+
+def match_gradient_strides(weight: Tensor) -> Tensor:
+    """A view of kernels (C, 1, k, k) whose gradient has the strides of `weight`.
+
+    PyTorch's own has channels-last strides, which differ in the axis of length 1 only: the same memory, but
+    DistributedDataParallel warns about the difference in every process.
+    """
+    return weight.flatten(1).view(weight.shape) if weight.stride(1) != 1 else weight
 
 
 def depthwise_conv_backward(
