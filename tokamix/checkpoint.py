@@ -56,10 +56,12 @@ def load_checkpoint(
     """
     state = unwrap(source if isinstance(source, Mapping) else read_checkpoint(source), use_ema)
     translate = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
-    if translate is not None:
-        state = translate(state, model)
-    own = model.state_dict()
     report = LoadReport()
+    if translate is not None:
+        original = dict(state)
+        state = translate(state, model)
+        report.adapted += _resized(original, state)
+    own = model.state_dict()
     _adapt_input(model, state, own, report)
     _drop_classifier(model, state, own, report)
 
@@ -143,6 +145,20 @@ def _adapt_input(model: nn.Module, state: StateDict, own: StateDict, report: Loa
     if name in state and name in own and state[name].shape[1] != own[name].shape[1]:
         state[name] = adapt_input_conv(own[name].shape[1], state[name])
         report.adapted.append(name)
+
+
+def _resized(before: StateDict, after: StateDict) -> list[str]:
+    """Names of banks and position tables that a translation has resized, not only renamed, reshaped or reordered."""
+    storages = {tensor.untyped_storage().data_ptr() for tensor in before.values()}
+    sizes = {tensor.numel() for tensor in before.values()}
+    sizes |= {2 * size for size in sizes}  # keys and values of transformers, which are joined
+
+    def is_resized(name: str, tensor: Tensor) -> bool:
+        if tensor.untyped_storage().data_ptr() in storages:
+            return False
+        return tensor.shape != before[name].shape if name in before else tensor.numel() not in sizes
+
+    return [name for name, tensor in after.items() if is_resized(name, tensor)]
 
 
 def _drop_classifier(model: nn.Module, state: StateDict, own: StateDict, report: LoadReport) -> None:

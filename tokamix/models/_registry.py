@@ -9,6 +9,7 @@ from typing import Any
 import timm
 from timm.models import model_entrypoint, split_model_name_tag
 
+from tokamix._construction import record_creation
 from tokamix._hints import suggest
 from tokamix.cost import count_macs
 
@@ -30,7 +31,10 @@ def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> Any:
     if ":" not in name and not timm.is_model(arch):
         hint = suggest(arch, timm.list_models(), "`tokamix models` lists them")
         raise ValueError(f"there is no model {name!r}; {hint}")
-    return timm.create_model(name, pretrained=pretrained, **kwargs)
+    model = timm.create_model(name, pretrained=pretrained, **kwargs)
+    if ":" not in name:  # folders and the Hub have arguments of their own
+        record_creation(model, arch, kwargs)
+    return model
 
 
 def sizes(name: str) -> tuple[int, int]:

@@ -7,7 +7,7 @@ saved state holds everything else. So a run that is killed and resumed ends with
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -345,13 +345,31 @@ class Engine:
 
     def write_report(self) -> None:
         """Write the task's report on the best weights; not for sharded models, which one process cannot run alone."""
-        if not self.main or self.sharded or not self.finished:
+        if self.main and self.finished and not self.sharded:
+            # eager: a graph for other batch sizes would be compiled for one use
+            with self._best_weights(), torch.compiler.set_stance("force_eager"):
+                self.task.write_report(self.folder.path, self.model)
+
+    def check_saved(self) -> None:
+        """Check that the folder loads as the trained network, if the task can; not for sharded models."""
+        check = getattr(self.task, "check_saved", None)
+        if check is None or not (self.main and self.finished):
             return
+        if self.sharded:
+            self.display.say("the saved model was not checked: one process cannot run a sharded model")
+            return
+        with self._best_weights():
+            check(self.folder.path, self.model)
+
+    @contextmanager
+    def _best_weights(self) -> Iterator[None]:
+        """The model has the best weights inside this context."""
         current = self._whole(self.model.state_dict())
         load_weights(self.model.state_dict(), load_file(self.folder.path / "model.safetensors"))
-        with torch.compiler.set_stance("force_eager"):  # a graph for other batch sizes would be compiled for one use
-            self.task.write_report(self.folder.path, self.model)
-        load_weights(self.model.state_dict(), current)
+        try:
+            yield
+        finally:
+            load_weights(self.model.state_dict(), current)
 
     def restore(self, groups: dict[str, Tensors], rest: Row) -> None:
         """Restore a saved state."""
