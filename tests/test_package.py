@@ -22,7 +22,20 @@ from tokamix.ops import dispatch
 PACKAGE = Path(tokamix.__file__).parent
 # from the lowest to the highest: a folder imports only itself and what stands before it; `cli` imports all
 ORDER = (
-    *("_hints", "_register", "_lazy", "files", "tasks", "distributed", "compile", "ops", "layers", "mixers", "swap"),
+    *(
+        "_hints",
+        "_hub",
+        "_register",
+        "_lazy",
+        "files",
+        "tasks",
+        "distributed",
+        "compile",
+        "ops",
+        "layers",
+        "mixers",
+        "swap",
+    ),
     *("cost", "models", "checkpoint", "inference", "recipes", "data", "dense", "predict", "evaluate", "train"),
     *("explain", "bench", "compare", "demo", "cli", "__main__"),
 )

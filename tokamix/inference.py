@@ -23,7 +23,7 @@ from timm.data import (
 from timm.models import split_model_name_tag
 from torch import nn
 
-from tokamix.checkpoint import load_checkpoint
+from tokamix.checkpoint import MismatchError, load_checkpoint, read_checkpoint
 from tokamix.files import write_text
 from tokamix.models._registry import create_model
 from tokamix.tasks import Task
@@ -248,7 +248,7 @@ def load_model(
         assert model is not None
         return _load_file(path, model, num_classes)
     if str(source).startswith("hf-hub:"):
-        network = timm.create_model(str(source), pretrained=True)
+        network = create_model(str(source), pretrained=True)
     else:
         network = _load_pretrained(name)
     return network.eval(), InferenceConfig.from_model(network)
@@ -284,7 +284,14 @@ def _load_folder(path: Path) -> tuple[Any, InferenceConfig]:
 def _load_file(path: Path, name: str, num_classes: int | None) -> tuple[Any, InferenceConfig]:
     arguments: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
     network = create_model(name, **arguments)
-    if load_checkpoint(network, path).fresh:
+    checkpoint = read_checkpoint(path)
+    try:
+        report = load_checkpoint(network, checkpoint)
+    except MismatchError as error:
+        saved = checkpoint.get("arch")  # timm's training script stores it
+        trained = f"it was saved by {saved}: " if isinstance(saved, str) and saved != name else ""
+        raise ValueError(f"{path}: {error.differences}; {trained}name the model of the file with --model") from None
+    if report.fresh:
         raise ValueError(
             f"{path} was not trained for {network.num_classes} classes: its classifier has a different number"
         )

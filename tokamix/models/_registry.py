@@ -10,6 +10,7 @@ import timm
 from timm.models import model_entrypoint, split_model_name_tag
 
 from tokamix._hints import suggest
+from tokamix._hub import hub_access
 from tokamix.cost import count_macs
 
 SIZES = Path(__file__).parent / "sizes.csv"
@@ -30,7 +31,10 @@ def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> Any:
     if ":" not in name and not timm.is_model(arch):
         hint = suggest(arch, timm.list_models(), "`tokamix models` lists them")
         raise ValueError(f"there is no model {name!r}; {hint}")
-    return timm.create_model(name, pretrained=pretrained, **kwargs)
+    if not pretrained:
+        return timm.create_model(name, **kwargs)
+    with hub_access(f"the pretrained model {name}"):
+        return timm.create_model(name, pretrained=True, **kwargs)
 
 
 def sizes(name: str) -> tuple[int, int]:
