@@ -247,3 +247,14 @@ def test_foreign_checkpoints() -> None:
         tokamix.load_checkpoint(small(), {"conv1.weight": torch.zeros(1)})
     with pytest.raises(ValueError, match="has no tensors, only epoch, args"):
         unwrap({"epoch": 1, "args": None})
+
+
+@pytest.mark.parametrize("name", ["amixer_deit_small", "columnar_tiny_weight_mixing", "localvit_tiny", "deit_tiny_cb"])
+def test_the_report_names_resized_entries(name: str) -> None:
+    saved = tokamix.create_model(name, img_size=64, depth=1).state_dict()
+    model = tokamix.create_model(name, img_size=96, depth=1)
+    report = tokamix.load_checkpoint(model, saved)
+    different = {key for key, value in model.state_dict().items() if value.shape != saved[key].shape}
+    assert set(report.adapted) == different
+    assert different
+    assert tokamix.load_checkpoint(model, model.state_dict()).adapted == []

@@ -23,6 +23,7 @@ PACKAGE = Path(tokamix.__file__).parent
 # from the lowest to the highest: a folder imports only itself and what stands before it; `cli` imports all
 ORDER = (
     *(
+        "_construction",
         "_hints",
         "_hub",
         "_register",

@@ -81,10 +81,10 @@ def load_checkpoint(
         strict: raise ValueError if entries are missing, unexpected or of different shape; False loads those that fit.
         use_ema: prefer averaged weights if the file has both.
     """
-    source_state = unwrap(source if isinstance(source, Mapping) else read_checkpoint(source), use_ema)
     own = model.state_dict()
-    state = _translate(source_state, model, own)
-    report = LoadReport()
+    state = unwrap(source if isinstance(source, Mapping) else read_checkpoint(source), use_ema)
+    original, state = _translate(state, model, own)
+    report = LoadReport(adapted=_resized(original, state))
     _adapt_input(model, state, own, report)
     _drop_classifier(model, state, own, report)
 
@@ -101,7 +101,7 @@ def load_checkpoint(
         )
     if strict and (missing or unexpected or reshaped):
         hint = _family_function(model, "checkpoint_hint")
-        released = hint(source_state) if hint is not None else None
+        released = hint(original) if hint is not None else None
         differences = _differences(type(model).__name__, own, state, missing, unexpected, reshaped)
         if released:
             differences = f"{differences}; {released}"
@@ -191,15 +191,14 @@ def _family_function(model: nn.Module, name: str) -> Any:
     return getattr(sys.modules[type(model).__module__], name, None)
 
 
-def _translate(state: StateDict, model: nn.Module, own: StateDict) -> StateDict:
-    """Translate names to the model's, without prefixes of wrappers if the names then fit better."""
+def _translate(state: StateDict, model: nn.Module, own: StateDict) -> tuple[StateDict, StateDict]:
+    """Remove prefixes of wrappers if the names then fit; return the entries, and the same with the model's names."""
     translate = _family_function(model, "checkpoint_filter_fn") or (lambda state, model: state)
-    best = translate(dict(state), model)
-    stripped = _strip_prefix(state, own)
+    best, stripped = (state, translate(dict(state), model)), _strip_prefix(state, own)
     while stripped is not None:
         translated = translate(dict(stripped), model)
-        if len(translated.keys() & own.keys()) > len(best.keys() & own.keys()):
-            best = translated
+        if len(translated.keys() & own.keys()) > len(best[1].keys() & own.keys()):
+            best = (stripped, translated)
         stripped = _strip_prefix(stripped, own)
     return best
 
@@ -220,6 +219,20 @@ def _adapt_input(model: nn.Module, state: StateDict, own: StateDict, report: Loa
     if name in state and name in own and state[name].shape[1] != own[name].shape[1]:
         state[name] = adapt_input_conv(own[name].shape[1], state[name])
         report.adapted.append(name)
+
+
+def _resized(before: StateDict, after: StateDict) -> list[str]:
+    """Names of banks and position tables that a translation has resized, not only renamed, reshaped or reordered."""
+    storages = {tensor.untyped_storage().data_ptr() for tensor in before.values()}
+    sizes = {tensor.numel() for tensor in before.values()}
+    sizes |= {2 * size for size in sizes}  # keys and values of transformers, which are joined
+
+    def is_resized(name: str, tensor: Tensor) -> bool:
+        if tensor.untyped_storage().data_ptr() in storages:
+            return False
+        return tensor.shape != before[name].shape if name in before else tensor.numel() not in sizes
+
+    return [name for name, tensor in after.items() if is_resized(name, tensor)]
 
 
 def _drop_classifier(model: nn.Module, state: StateDict, own: StateDict, report: LoadReport) -> None:

@@ -1,6 +1,9 @@
 """torch.distributed for processes that torchrun or `accelerate launch` started."""
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,9 +21,17 @@ def init_process_group(backend: str) -> None:
         return
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    _stop_with_torchrun()
     store, rank, world_size = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+
+
+def _stop_with_torchrun() -> None:
+    """Get SIGTERM when torchrun is gone, even after kill -9, so that no rank trains and writes on its own (Linux)."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
 def rank_and_world_size() -> tuple[int, int]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 import timm
 import torch
+from huggingface_hub import hf_hub_download
 from timm.data import (
     IMAGENET_DEFAULT_MEAN,
     IMAGENET_DEFAULT_STD,
@@ -23,9 +24,12 @@ from timm.data import (
 from timm.models import split_model_name_tag
 from torch import nn
 
+from tokamix._construction import record_creation
+from tokamix._hub import hub_access
 from tokamix.checkpoint import MismatchError, load_checkpoint, read_checkpoint
 from tokamix.files import write_text
 from tokamix.models._registry import create_model
+from tokamix.swap import insert_context_broadcast, remove_context_broadcast, swap_mixer
 from tokamix.tasks import Task
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -33,6 +37,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar")
 SEGMENT_ONLY = ("window", "window_stride", "test_scales", "test_flip")
 CLASSIFY_ONLY = ("image_size", "crop_pct")
+UNKNOWN = "unknown"  # construction of a module that cannot be created again from config.json
+# changes of an existing model that config.json can name
+CHANGES = {change.__name__: change for change in (swap_mixer, insert_context_broadcast, remove_context_broadcast)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +255,14 @@ def load_model(
         assert model is not None
         return _load_file(path, model, num_classes)
     if str(source).startswith("hf-hub:"):
+        repository, _, revision = name.removeprefix("hf-hub:").partition("@")
+        files: Any = {"repo_id": repository, "revision": revision or None}
+        with hub_access(name):
+            folder = Path(hf_hub_download(filename="config.json", **files)).parent
+        if "construction" in read_config(folder):
+            with hub_access(name):
+                hf_hub_download(filename="model.safetensors", **files)
+            return _load_folder(folder)
         network = create_model(str(source), pretrained=True)
     else:
         network = _load_pretrained(name)
@@ -272,13 +287,49 @@ def _load_folder(path: Path) -> tuple[Any, InferenceConfig]:
         network = create_dense_model(values)
         if missing := load_matching_weights(network, weights):
             raise ValueError(f"{weights} has no weights for {len(missing)} parameters, such as {missing[0]}")
-    elif path.is_dir():
+    elif path.is_dir() and "construction" not in values:
         network = timm.create_model(f"local-dir:{folder}", pretrained=True)
+        record_creation(network, values["architecture"], values.get("model_args", {}))
     else:
-        arguments = {"num_classes": config.num_classes, **values.get("model_args", {})}
-        network = create_model(values["architecture"], **arguments)
-        load_checkpoint(network, path)
+        if read_construction(values)["name"] is None:
+            raise ValueError(
+                f"{folder} holds {values['architecture']}, which config.json cannot describe; create the module"
+                f" yourself and load its weights with tokamix.load_checkpoint(module, {str(folder)!r})"
+            )
+        network = create_saved_classifier(values)
+        load_checkpoint(network, weights)
     return network.eval(), config
+
+
+def read_construction(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Registered name of the network of config.json, its arguments, and the changes made to it.
+
+    The name is None for a module of unknown construction, and if config.json names none.
+    """
+    construction = values.get("construction")
+    if construction == UNKNOWN:
+        return {"name": None, "arguments": {}, "steps": []}
+    if construction is None:
+        return {"name": values.get("architecture"), "arguments": values.get("model_args", {}), "steps": []}
+    if unknown := [step["function"] for step in construction["steps"] if step["function"] not in CHANGES]:
+        raise ValueError(f"config.json names the unknown change {unknown[0]!r}; it may be of a newer tokamix")
+    return dict(construction)
+
+
+def create_saved_classifier(values: Mapping[str, Any]) -> Any:
+    """Create the classifier that config.json describes, with initial weights."""
+    construction = read_construction(values)
+    cfg = {key: value for key, value in values["pretrained_cfg"].items() if key != "architecture"}
+    arguments = {"num_classes": values["num_classes"], **construction["arguments"]}
+    network = create_model(construction["name"], pretrained_cfg=cfg, **arguments)
+    return apply_changes(network, construction["steps"])
+
+
+def apply_changes(network: Any, steps: Sequence[Mapping[str, Any]]) -> Any:
+    """Repeat recorded changes, such as `swap_mixer`, on a new network."""
+    for step in steps:
+        CHANGES[step["function"]](network, **step["arguments"])
+    return network
 
 
 def _load_file(path: Path, name: str, num_classes: int | None) -> tuple[Any, InferenceConfig]:

@@ -21,8 +21,12 @@ DENSE_RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+def torchrun_command(job: dict[str, Any], restarts: int = 0) -> list[str]:
+    """The command that runs tests.train.worker in two processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return [*command, f"--max-restarts={restarts}", "-m", "tests.train.worker", json.dumps(job)]
+
+
 def torchrun(job: dict[str, Any], restarts: int = 0, timeout: float = 400) -> subprocess.CompletedProcess:
     """Run tests.train.worker in two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [f"--max-restarts={restarts}", "-m", "tests.train.worker", json.dumps(job)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(torchrun_command(job, restarts), cwd=ROOT, capture_output=True, text=True, timeout=timeout)

@@ -135,7 +135,7 @@ def test_config_recreates_any_model(tmp_path: Path, name: str) -> None:
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     image = torch.randn(1, 1, 64, 64)
     assert torch.equal(again(image), model.eval()(image))
-    assert ("img_size" in task.arguments) == (name in ("test_vit", "amixer_tiny"))
+    assert ("img_size" in task.construction["arguments"]) == (name in ("test_vit", "amixer_tiny"))
 
 
 def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

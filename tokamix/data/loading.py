@@ -4,6 +4,9 @@ Everything random is a function of (seed, epoch, position in the epoch); see `to
 """
 
 import logging
+import os
+import signal
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -141,6 +144,7 @@ class WorkerLoader(Loader):
             generator=torch.Generator(),  # otherwise it draws a number from the training loop's
             pin_memory=self.device.type == "cuda",
             persistent_workers=workers > 0,
+            worker_init_fn=_leave_signals_to_parent,
         )
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
@@ -211,3 +215,22 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 def _identity(batch: Any) -> Any:
     return batch
+
+
+def _leave_signals_to_parent(worker: int) -> None:
+    """Ignore signals that the whole process group gets: the parent decides how the run ends, and needs its workers.
+
+    The parent itself ends workers with SIGTERM. PyTorch ends those whose parent has died.
+    """
+    for name in ("SIGINT", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS and Windows
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_on_signal_of, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_on_signal_of(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)

@@ -14,6 +14,7 @@ from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer,
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
+from tokamix._construction import record_creation
 from tokamix._hints import suggest
 from tokamix.layers import (
     ConvEmbed,
@@ -421,6 +422,7 @@ def create_body(body: str, mixer: str, pretrained: bool = False, **kwargs: Any) 
         feature_cfg={"out_indices": levels, "feature_cls": "getter"},
         **arguments,
     )
+    record_creation(model, f"{body}_{mixer}", kwargs)
     if arguments.get("stem") == "conv":  # timm adapts the weights of this layer to other in_chans
         model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, "first_conv": "stem.convs.0"}
     return model

@@ -22,6 +22,7 @@ from timm.models import (
 )
 from torch import nn
 
+from tokamix._construction import forget_record
 from tokamix.layers import PatchConv
 from tokamix.models import cvt, localvit, pvt  # noqa: F401  (registers the hosts that timm lacks)
 from tokamix.swap import insert_context_broadcast, swap_mixer
@@ -119,6 +120,7 @@ def _create(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
         model = entry(**kwargs)
         _use_patch_conv(model)
         variant.change(model)
+        forget_record(model)  # the registered name stands for the change
         return model
 
     return build_model_with_cfg(

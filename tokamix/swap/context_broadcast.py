@@ -6,6 +6,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from tokamix._construction import forget_steps, record_step
 from tokamix.mixers.context_broadcast import KINDS, ContextBroadcast
 from tokamix.swap import hf
 from tokamix.swap import timm as timm_host
@@ -82,6 +83,9 @@ def insert_context_broadcast(
                 )
             sites[f"{name}.{path}".lstrip(".")] = (site, side, linear)
 
+    if not all(hasattr(site, side) for site, side, _ in sites.values()):
+        options = {"kind": kind, "position": position, "block": block, "scale_init": scale_init}
+        record_step(model, "insert_context_broadcast", **options)
     for site, side, linear in sites.values():
         if not hasattr(site, side):
             dim = linear.in_features if position == "mid" else linear.out_features
@@ -103,6 +107,9 @@ def remove_context_broadcast(model: nn.Module) -> list[str]:
                 child.handle.remove()
                 delattr(site, side)
                 removed.append(name)
+    # a registered model such as deit_small_cb has it without a recorded step
+    if removed and not forget_steps(model, "insert_context_broadcast"):
+        record_step(model, "remove_context_broadcast")
     return removed
 
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from timm.layers import GELU, GELUTanh, QuickGELU
 from torch import nn
 
+from tokamix._construction import record_step
 from tokamix.mixers.context_broadcast import ContextBroadcast
 from tokamix.swap import timm as timm_host
 from tokamix.swap import tokamix as tokamix_host
@@ -69,6 +70,8 @@ def swap_mixer(
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # nested tensors of padded batches support softmax attention only
     used = [adapter for _, adapter in hosts.values()]
+    options = {"num_heads": num_heads, "relu": relu, "keep_class_attention": keep_class_attention}
+    record_step(model, "swap_mixer", to=to, **options)
     return SwapReport(
         replaced={name: type(host).__name__ for name, (host, _) in hosts.items()},
         dropped=sorted(before - {name for name, _ in model.named_parameters()}),

@@ -119,7 +119,10 @@ def train(
     main = accelerator.is_main_process
     job = task(recipe, data) if callable(task) else create_task(recipe, data)
     network = job.create_model(model, checkpoint, pretrained)
+    config = job.config() | {"precision": accelerator.mixed_precision.replace("no", "fp32")}
     settings = {**recipe.to_dict(), "model": job.title(), "data": job.splits.name}
+    if isinstance(model, nn.Module):
+        settings |= {key: config[key] for key in ("model_args", "construction") if key in config}
     if output is None:
         output = broadcast_from_main(choose_run_folder(settings, new=not resume) if main else None)
     folder = RunFolder(output)
@@ -139,11 +142,11 @@ def train(
         engine = Engine(job, wrapped, core, optimizer, loaders, recipe, folder, accelerator, options, settings)
         if state is not None:
             engine.restore(*state)
+        trained = not engine.finished
         if main:
             if state is None:
                 folder.clear()
             if not engine.finished:
-                config = job.config() | {"precision": accelerator.mixed_precision.replace("no", "fp32")}
                 folder.begin(recipe.to_yaml(), config, settings, accelerator)
             folder.truncate(engine.epoch, engine.update)
         trackers = None
@@ -158,6 +161,8 @@ def train(
         )
         engine.write_report()
     accelerator.wait_for_everyone()
+    if trained:  # last, without Accelerate's autocast around the model
+        engine.check_saved()
     return RunResult(folder.path, engine.best or {}, folder.epochs, job.metric)
 
 

@@ -1,6 +1,5 @@
 """Runs that are stopped and resumed."""
 
-import itertools
 import json
 import os
 import signal
@@ -156,19 +155,26 @@ def test_logging_and_saving_do_not_affect_the_result(tmp_path: Path) -> None:
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("seconds", [0, 20])
-def test_saved_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: int) -> None:
-    """Once a minute, less often where saving takes long, and at the end."""
-    saves = []
-    real = Engine._save
-    monkeypatch.setattr(Engine, "_save", lambda self: (saves.append(self.update), real(self)))
-    if seconds:  # pass at every look at the clock
-        clock = itertools.count(step=seconds)
-        monkeypatch.setattr(engine.time, "monotonic", lambda: float(next(clock)))
-    run(tmp_path / "a", log_every=1)
-    assert saves[-1] == 15
-    # by this clock a save takes 20 s, so that the next one is 1000 s away
-    assert len(saves) in ((2, 3) if seconds else (1,))
+@pytest.mark.parametrize(("cost", "expected"), [(0, [3, 5, 8, 10, 13, 15]), (20, [3, 15])])
+def test_saved_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cost: int, expected: list[int]) -> None:
+    """Once a minute and after each evaluation, less often where saving takes long, and at the end."""
+    saves, now = [], [0.0]
+    save, step = Engine._save, Engine._train_step
+
+    def timed_step(self: Engine, batches) -> None:
+        now[0] += 25
+        step(self, batches)
+
+    def timed_save(self: Engine) -> None:
+        now[0] += cost
+        saves.append(self.update)
+        save(self)
+
+    monkeypatch.setattr(Engine, "_train_step", timed_step)
+    monkeypatch.setattr(Engine, "_save", timed_save)
+    monkeypatch.setattr(engine.time, "monotonic", lambda: now[0])
+    run(tmp_path / "a")
+    assert saves == expected
 
 
 def test_kill_9_at_random_moments(tmp_path: Path) -> None:

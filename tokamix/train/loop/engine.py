@@ -7,7 +7,7 @@ saved state holds everything else. So a run that is killed and resumed ends with
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from tokamix.train.loop.ema import Ema
 from tokamix.train.loop.epochs import evaluation_intervals
 from tokamix.train.loop.meter import Meter
 from tokamix.train.loop.optim import DropPathSchedule, create_scheduler
-from tokamix.train.loop.signals import Interrupts
+from tokamix.train.loop.signals import Agreement, Interrupts
 from tokamix.train.loop.state import Tensors, load_optimizer, load_weights, optimizer_state, whole, write_state
 from tokamix.train.output.progress import Display
 from tokamix.train.output.run_folder import Row, RunFolder
@@ -45,7 +45,8 @@ class Options:
     """Options that do not affect the result.
 
     Attributes:
-        save_every: steps between saved states; none: every minute, or less often if that would cost over 2 %.
+        save_every: steps between saved states; none: every minute, or less often if that would cost over 2 %. Also
+            after each epoch, unless epochs are so short that this would cost over 10 %.
         log_every: steps between readings of the metrics.
         skip_nan: number of steps with a non-finite loss that are skipped before the run stops.
     """
@@ -106,7 +107,8 @@ class Engine:
         self.counted, self.seconds = 0, 0.0
         self.best: Row | None = None
         self.best_weights: dict[str, Tensor] | None = None  # not on the disk yet
-        self.saved_at, self.save_cost = time.monotonic(), 0.0
+        self.saved_at, self.save_cost, self.evaluation_seconds = time.monotonic(), 0.0, float("inf")
+        self.agreement = Agreement(accelerator.num_processes)
 
     @property
     def update(self) -> int:
@@ -116,7 +118,7 @@ class Engine:
     def fit(self, display: Display, trackers: Trackers | None, publish: Callable[[Row | None], None]) -> None:
         """Train to the end of the recipe; `publish` writes curves and model card, given the best metrics."""
         self.display, self.trackers, self.publish = display, trackers, publish
-        with Interrupts(active=self.accelerator.num_processes == 1) as self.interrupts, display:
+        with Interrupts(self.accelerator.num_processes) as self.interrupts, display:
             while self.epoch < self.recipe.num_epochs:
                 self._train_epoch()
                 self._finish_epoch()
@@ -130,16 +132,21 @@ class Engine:
             self._train_step(batches)
             self.step += 1
             self.display.step(self.update)
-            save = bool(self.options.save_every and self.update % self.options.save_every == 0)
-            save |= self.interrupts.received
+            stop, save = self.agreement.exchange(self.interrupts.received, self._save_is_due())
+            save |= stop or bool(self.options.save_every and self.update % self.options.save_every == 0)
             if save or self.step == self.steps or self.update % self.options.log_every == 0:
                 self._report()
-                if save or self._save_is_due():
-                    self.save()
-                    self.read_at = time.monotonic()
-            if self.interrupts.received:
-                self.display.say(f"stopped after step {self.update}; run the same command again to resume")
-                raise KeyboardInterrupt
+            if save:
+                self.save()
+                self.read_at = time.monotonic()
+            if stop:
+                self._stop()
+
+    def _stop(self) -> None:
+        """End the run after its state was saved."""
+        self.display.say(f"stopped after step {self.update}; run the same command again to resume")
+        self.agreement.settle()  # torchrun ends all processes when the first one ends: rank 0 must have saved
+        raise KeyboardInterrupt
 
     def _train_step(self, batches: Iterator[Batch]) -> None:
         parts = self.recipe.accumulate
@@ -233,20 +240,24 @@ class Engine:
             self.display.epoch(row, is_best=False)
         self.epoch, self.step, self.sums, self.counted, self.seconds = number, 0, {}, 0, 0.0
         self.finished = self.epoch == self.recipe.num_epochs
-        due = self._save_is_due() or self.finished
-        if due and self.main:
+        if self.main and (self.finished or self._save_is_due()):
             self.publish(self.best)
-        if due or self.options.save_every:
+        cheap = time.monotonic() - self.saved_at > 10 * self.save_cost
+        stop, save = self.agreement.settle(self.interrupts.received, self.main and cheap)
+        if stop or save or self.finished or self.options.save_every:
             self.save()  # last: a finished run has everything in its folder
+        if stop and not self.finished:
+            self._stop()
 
     def _evaluate(self, row: Row) -> None:
         """Evaluate the weights and their average, complete and log the epoch's row, and select the weights to keep."""
-        pad_to = self.recipe.micro_batch(self.accelerator.num_processes) if self.recipe.compile else None
         self._broadcast_buffers()
-        results = {"": self.task.evaluate(self.model, self.val_loader, pad_to)}
-        if self.ema is not None:
-            with self.ema.swapped():
-                results["ema_"] = self.task.evaluate(self.model, self.val_loader, pad_to)
+        stop, save = self.agreement.settle(self.interrupts.received, self._save_before_evaluation())
+        if stop or save:
+            self.save()
+        if stop:
+            self._stop()
+        results = self._measure()
         row |= {prefix + key: value for prefix, metrics in results.items() for key, value in metrics.items()}
         if self.recipe.select == "last":
             prefix, is_best = list(results)[-1], True
@@ -264,6 +275,22 @@ class Engine:
         if drawing is not None and self.main:
             self.folder.add_drawing(row["epoch"], drawing, self.best["epoch"] if self.best else row["epoch"])
 
+    def _measure(self) -> dict[str, dict[str, float]]:
+        """Metrics of the weights, under "", and of their average, under "ema_"."""
+        pad_to = self.recipe.micro_batch(self.accelerator.num_processes) if self.recipe.compile else None
+        begun = time.monotonic()
+        try:
+            with self.interrupts.at_once():
+                results = {"": self.task.evaluate(self.model, self.val_loader, pad_to)}
+            if self.ema is not None:
+                with self.ema.swapped(), self.interrupts.at_once():
+                    results["ema_"] = self.task.evaluate(self.model, self.val_loader, pad_to)
+        except KeyboardInterrupt:
+            self.save()  # before the evaluation, which is repeated when the run is resumed
+            self._stop()
+        self.evaluation_seconds = time.monotonic() - begun
+        return results
+
     def _broadcast_buffers(self) -> None:
         """Replace statistics that each process collected by those of rank 0, which are saved."""
         if self.accelerator.num_processes > 1:
@@ -273,11 +300,17 @@ class Engine:
                     dist.broadcast(self.ema.average[name], 0)
 
     def _save_is_due(self) -> bool:
-        """Whether to save by the clock of rank 0, where `save_every` does not decide."""
-        if self.options.save_every:
+        """Whether rank 0 saves by its clock, where `save_every` does not decide."""
+        if self.options.save_every or not self.main:
             return False
-        waited = time.monotonic() - self.saved_at
-        return any_process(self.main and waited > max(60.0, 50 * self.save_cost), self.device)
+        return time.monotonic() - self.saved_at > max(60.0, 50 * self.save_cost)
+
+    def _save_before_evaluation(self) -> bool:
+        """Whether rank 0 saves now, because several processes cannot stop within an evaluation that takes long."""
+        if not self.main or self.accelerator.num_processes == 1:
+            return False
+        least = max(10.0, 10 * self.save_cost)
+        return min(self.evaluation_seconds, time.monotonic() - self.saved_at) > least
 
     def save(self) -> None:
         """Write weights and state; the best weights first, so that the state never refers to weights not written."""
@@ -312,13 +345,31 @@ class Engine:
 
     def write_report(self) -> None:
         """Write the task's report on the best weights; not for sharded models, which one process cannot run alone."""
-        if not self.main or self.sharded or not self.finished:
+        if self.main and self.finished and not self.sharded:
+            # eager: a graph for other batch sizes would be compiled for one use
+            with self._best_weights(), torch.compiler.set_stance("force_eager"):
+                self.task.write_report(self.folder.path, self.model)
+
+    def check_saved(self) -> None:
+        """Check that the folder loads as the trained network, if the task can; not for sharded models."""
+        check = getattr(self.task, "check_saved", None)
+        if check is None or not (self.main and self.finished):
             return
+        if self.sharded:
+            self.display.say("the saved model was not checked: one process cannot run a sharded model")
+            return
+        with self._best_weights():
+            check(self.folder.path, self.model)
+
+    @contextmanager
+    def _best_weights(self) -> Iterator[None]:
+        """The model has the best weights inside this context."""
         current = self._whole(self.model.state_dict())
         load_weights(self.model.state_dict(), load_file(self.folder.path / "model.safetensors"))
-        with torch.compiler.set_stance("force_eager"):  # a graph for other batch sizes would be compiled for one use
-            self.task.write_report(self.folder.path, self.model)
-        load_weights(self.model.state_dict(), current)
+        try:
+            yield
+        finally:
+            load_weights(self.model.state_dict(), current)
 
     def restore(self, groups: dict[str, Tensors], rest: Row) -> None:
         """Restore a saved state."""

@@ -1,19 +1,33 @@
-"""Ctrl-C and SIGTERM stop a run between two steps, not within one."""
+"""Signals stop a run between two steps, not within one, and in all processes at the same step."""
 
 import signal
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+import torch
+import torch.distributed as dist
+
+NAMES = ("SIGINT", "SIGTERM", "SIGUSR1")  # Slurm sends SIGUSR1 before a time limit; Windows has none
+SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
+SECOND_CTRL_C = 1.0  # seconds after the first one; `timeout` and torchrun send the same signal twice at once
 
 
 class Interrupts:
-    """Sets `received` on Ctrl-C or SIGTERM; the second signal interrupts at once."""
+    """Sets `received` on Ctrl-C, SIGTERM or SIGUSR1. In a single process a second Ctrl-C interrupts at once.
 
-    def __init__(self, active: bool) -> None:
-        self.active = active and threading.current_thread() is threading.main_thread()
-        self.received = False
+    Args:
+        processes: number of processes of the run. In one of several, nothing interrupts at once: the others would wait
+            for it.
+    """
+
+    def __init__(self, processes: int) -> None:
+        self.active = threading.current_thread() is threading.main_thread()
+        self.alone = processes == 1
+        self.received, self.immediate, self.first = False, False, 0.0
 
     def __enter__(self) -> Self:
         if self.active:
@@ -27,7 +41,58 @@ class Interrupts:
             for number, handler in self.before.items():
                 signal.signal(number, handler)
 
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """In a single process, signals raise KeyboardInterrupt inside this context, where nothing can be lost."""
+        self.immediate = self.alone
+        try:
+            yield
+        finally:
+            self.immediate = False
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received:
+        again = self.received and number == signal.SIGINT and time.monotonic() - self.first > SECOND_CTRL_C
+        if not self.received:
+            self.received, self.first = True, time.monotonic()
+        if self.immediate or (again and self.alone):
             raise KeyboardInterrupt
-        self.received = True
+
+
+class Agreement:
+    """Two flags, "stop" and "save", that any process may set and that all of them read at the same step.
+
+    With several processes the flags are exchanged in the background over a CPU group of their own and read one step
+    later, so that no step waits for the device.
+
+    Args:
+        processes: number of processes.
+    """
+
+    def __init__(self, processes: int) -> None:
+        self.group: Any = dist.new_group(backend="gloo") if processes > 1 else None
+        self.flags = torch.zeros(2, dtype=torch.int32)
+        self.pending: dist.Work | None = None
+
+    def exchange(self, stop: bool, save: bool) -> tuple[bool, bool]:
+        """Set the flags of this process; returns the agreed flags of the previous call, or these in one process."""
+        if self.group is None:
+            return stop, save
+        before = self._wait()
+        self.flags = torch.tensor([stop and not before[0], save and not before[1]], dtype=torch.int32)
+        self.pending = dist.all_reduce(self.flags, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        return before
+
+    def settle(self, stop: bool = False, save: bool = False) -> tuple[bool, bool]:
+        """Set the flags and wait for those of all processes, including the ones of the previous call."""
+        before, now = self.exchange(stop, save), (stop, save)
+        if self.group is not None:
+            now = self._wait()
+        return before[0] or now[0], before[1] or now[1]
+
+    def _wait(self) -> tuple[bool, bool]:
+        if self.pending is None:
+            return False, False
+        self.pending.wait()
+        self.pending = None
+        stop, save = self.flags.tolist()
+        return bool(stop), bool(save)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tokamix.checkpoint import load_checkpoint
-from tokamix.inference import read_config
+from tokamix.inference import apply_changes, read_config, read_construction
 from tokamix.models._registry import create_model
 from tokamix.recipes import Recipe
 from tokamix.train.loop.optim import DropPathSchedule
@@ -37,8 +37,11 @@ def create_classifier(
     config = read_config(checkpoint) if checkpoint is not None else {}
     if "method" in config:
         raise ValueError(f"{checkpoint} is not a classifier, but {config['method']} for task {config['task']}")
-    name = choose_model_name(name, config.get("architecture"), recipe, checkpoint, pretrained)
-    arguments = config.get("model_args", {}) if name == config.get("architecture") else {}
+    saved = read_construction(config)
+    if name is None and config and saved["name"] is None:
+        raise ValueError(f"{checkpoint} holds {config.get('architecture')}; create the module yourself and give it")
+    name = choose_model_name(name, saved["name"], recipe, checkpoint, pretrained)
+    arguments = saved["arguments"] if name == saved["name"] else {}
     arguments = {**arguments, "in_chans": in_chans, "img_size": recipe.image_size, **recipe.model_kwargs}
     rates = {"drop_rate": recipe.drop_rate or None, "drop_path_rate": DropPathSchedule.initial_rate(recipe)}
     model = None
@@ -53,6 +56,8 @@ def create_classifier(
                     f"{name} has no argument {unknown!r}; change the recipe, for example with --set model_kwargs={{}}"
                 ) from error
             del arguments["img_size"]  # a model without a fixed image size
+    if name == saved["name"]:
+        apply_changes(model, saved["steps"])
     if checkpoint is not None:
         load_checkpoint(model, checkpoint)
     return model, arguments

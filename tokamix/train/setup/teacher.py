@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tokamix.checkpoint import load_checkpoint, read_checkpoint, unwrap
 from tokamix.compile import compile_blocks
+from tokamix.inference import load_model
 from tokamix.models._registry import create_model
 
 Statistics = tuple[Sequence[float], Sequence[float]]
@@ -84,7 +85,7 @@ def load_teacher(
 
 def _load_model(source: str) -> Any:
     if Path(source).is_dir():
-        source = f"local-dir:{source}"
+        return load_model(source)[0]
     name, at, file = source.partition("@")
     if at and not name.startswith("hf-hub:"):
         weights = unwrap(read_checkpoint(file))

@@ -1,22 +1,27 @@
 """Image classification."""
 
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import shorten
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tokamix._construction import read_record
 from tokamix.checkpoint import load_checkpoint
 from tokamix.compile import compile_blocks
 from tokamix.data import DatasetSplits, ImageDataset, Loader, create_dataset, mix
 from tokamix.data.images.loader import create_eval_loader, create_train_loader
 from tokamix.evaluate.accuracy import measure_accuracy
 from tokamix.evaluate.report import write_report
-from tokamix.inference import InferenceConfig
+from tokamix.inference import UNKNOWN, InferenceConfig, create_saved_classifier
 from tokamix.recipes import Recipe
+from tokamix.train.output.reload import check_reload, compare_models, compare_structure
 from tokamix.train.setup.accelerator import Accelerator
 from tokamix.train.setup.model import create_classifier
 from tokamix.train.tasks.task import LoaderOptions, Logs, Position
@@ -54,16 +59,41 @@ class Classify:
             if checkpoint is not None:
                 load_checkpoint(model, checkpoint)
             network: Any = model
-            self.arguments: dict[str, Any] = {}
+            self.construction = read_record(network)
         else:
-            network, self.arguments = create_classifier(
+            network, arguments = create_classifier(
                 model, self.recipe, self.splits.num_classes, self.in_chans, checkpoint, pretrained
             )
+            self.construction = read_record(network) | {"arguments": arguments}
+        self.kind = type(network).__name__
         self.pretrained_cfg = getattr(network, "pretrained_cfg", None) or {}
-        self.architecture = self.pretrained_cfg.get("architecture", type(network).__name__)
         self.num_features = getattr(network, "num_features", None)
         self.inference = self._inference_config(network)
+        if isinstance(model, nn.Module):
+            self._check_construction(network)
         return network
+
+    def _check_construction(self, network: nn.Module) -> None:
+        """Find out before training whether config.json can describe a given module; otherwise mark it as unknown."""
+        problem = "it is not a registered model"
+        if self.construction["name"] is not None:
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    again = create_saved_classifier(json.loads(json.dumps(self.config())))
+                problem = compare_structure(network, again)
+                if not problem:
+                    again.load_state_dict(network.state_dict())
+                    problem = compare_models(network, again, self.inference)
+            except Exception as error:  # whatever it is, this is not the way to create the module
+                problem = shorten(str(error), 200)
+        if problem:
+            self.construction = {"name": None, "arguments": {}, "steps": []}
+            _log.warning(
+                "config.json cannot describe this %s (%s): to load the run, create the module yourself and use"
+                " tokamix.load_checkpoint; tokamix.create_model, create_body and swap_mixer record what they create",
+                self.kind,
+                problem,
+            )
 
     def _inference_config(self, network: nn.Module) -> InferenceConfig:
         """The model's preprocessing with the recipe's values; small images that are held as arrays are not cropped."""
@@ -76,8 +106,10 @@ class Classify:
         return InferenceConfig.from_model(network, self.splits.classes, in_chans=self.in_chans, **options)
 
     def title(self) -> str:
-        """The model's name."""
-        return str(self.architecture)
+        """The model's name, and the changes made to it."""
+        changes = dict.fromkeys(step["function"] for step in self.construction["steps"])
+        name = self.construction["name"] or self.kind
+        return f"{name} with {' and '.join(changes)}" if changes else name
 
     def config(self) -> dict[str, Any]:
         """config.json as timm and the Hub read it, plus the inference config."""
@@ -85,12 +117,22 @@ class Classify:
         cfg = {k: v for k, v in self.pretrained_cfg.items() if v is not None and k not in DOWNLOAD_KEYS}
         cfg |= {key: getattr(inference, key) for key in ("mean", "std", "interpolation", "crop_pct", "num_classes")}
         cfg |= {"input_size": (inference.in_chans, inference.image_size, inference.image_size)}
+        # timm must not load another network in silence: it does not find these names, and prints them
+        if self.construction["name"] is None:
+            construction: dict[str, Any] = {"construction": UNKNOWN}
+            architecture = f"{self.kind}, a module of unknown construction"
+        elif self.construction["steps"]:
+            construction = {"construction": self.construction}
+            architecture = f"{self.title()}, which tokamix.inference.load_model loads"
+        else:
+            construction, architecture = {}, self.construction["name"]
         return {
-            "architecture": self.architecture,
+            "architecture": architecture,
+            **construction,
             "num_classes": inference.num_classes,
             "num_features": self.num_features,
             "label_names": list(inference.class_names),
-            "model_args": self.arguments,
+            "model_args": self.construction["arguments"],
             "pretrained_cfg": cfg,
             "inference": inference.to_dict(),
         }
@@ -141,6 +183,11 @@ class Classify:
 
     def draw_predictions(self, model: nn.Module) -> None:
         """Nothing to draw."""
+
+    def check_saved(self, folder: Path, model: nn.Module) -> None:
+        """Reload the folder of a finished run and compare outputs; not for modules of unknown construction."""
+        if self.construction["name"] is not None:
+            check_reload(folder, model, self.inference)
 
     def write_report(self, folder: Path, model: nn.Module) -> None:
         """Write confusion matrix, accuracy of each class and the worst mistakes; a failure does not end the run."""

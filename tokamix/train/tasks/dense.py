@@ -20,12 +20,13 @@ from tokamix.compile import compile_blocks
 from tokamix.data import AnnotatedImage, DataError, DatasetSplits, Loader, create_dataset
 from tokamix.data.annotated.loader import create_eval_loader, create_train_loader
 from tokamix.dense.saved import create_dense_model, load_matching_weights
-from tokamix.inference import InferenceConfig, read_config
+from tokamix.inference import InferenceConfig, read_config, read_construction
 from tokamix.layers import BatchNorm
 from tokamix.predict import Prediction, Predictor, draw_prediction
 from tokamix.predict.draw import Colour, contact_sheet
 from tokamix.recipes import Recipe
 from tokamix.train.loop.optim import DropPathSchedule
+from tokamix.train.output.reload import check_reload
 from tokamix.train.setup.accelerator import Accelerator
 from tokamix.train.setup.model import choose_model_name, unknown_argument
 from tokamix.train.tasks.task import LoaderOptions, Logs, Position
@@ -65,9 +66,14 @@ class Dense:
             raise ValueError(f"task {recipe.task} creates its model itself; give the name of a backbone")
         saved = read_config(checkpoint) if checkpoint is not None else {}
         same_method = saved.get("method") == recipe.method
-        saved_name = saved.get("architecture") or saved.get("backbone")
+        body = read_construction(saved)
+        if model is None and "construction" in saved:
+            raise ValueError(
+                f"{checkpoint} holds {saved['architecture']}, which cannot be a backbone; name one with --model"
+            )
+        saved_name = body["name"] or saved.get("backbone")
         name = choose_model_name(model, saved_name, recipe, checkpoint, pretrained)
-        saved_args: dict[str, Any] = saved.get("model_args") or saved.get("backbone_args") or {}
+        saved_args: dict[str, Any] = body["arguments"] or saved.get("backbone_args") or {}
         self.model_config: dict[str, Any] = {
             "task": recipe.task,
             "method": recipe.method,
@@ -177,6 +183,10 @@ class Dense:
     def legend(self, used: set[int]) -> list[tuple[str, Colour]]:
         """Names and colours of the classes that are used."""
         return []
+
+    def check_saved(self, folder: Path, model: nn.Module) -> None:
+        """Reload the folder of a finished run and compare outputs."""
+        check_reload(folder, model, self.inference)
 
     def write_report(self, folder: Path, model: nn.Module) -> None:
         """No report: metrics.csv has the numbers and predictions/ the drawings."""

@@ -84,6 +84,9 @@ class Task(Protocol):
     def write_report(self, folder: Path, model: nn.Module) -> None:
         """Write a report of the best model into the folder of a finished run."""
 
+    # A task may also have `check_saved(folder, model)`, which raises ReloadError if the folder of a finished run does
+    # not load as the model, which has the best weights.
+
 
 def create_task(recipe: Recipe, data: str | DatasetSplits) -> Task:
     """Create the task of a recipe and open its data."""
