@@ -9,7 +9,7 @@ from PIL import Image
 
 import tokamix
 from tests.cli.test_cli import call
-from tokamix.compare import Candidate
+from tokamix.compare import Candidate, compare
 from tokamix.compare.run import Job, _train_all
 from tokamix.recipes import load_recipe
 from tokamix.train import RunResult
@@ -151,3 +151,9 @@ def test_wrong_input_is_one_sentence(arguments: str, text: str, tmp_path: Path) 
 def test_seeds() -> None:
     with pytest.raises(ValueError, match="at least 1 seed, got 0"):
         tokamix.compare("digits", ["softmax", "sima"], seeds=0)
+
+
+def test_arguments_of_one_mixer(tmp_path: Path) -> None:
+    """The recipe has an argument of softmax attention that other mixers do not accept."""
+    with pytest.raises(ValueError, match=r"cifar100_fast sets mixer_kwargs .* add --set model_kwargs.mixer_kwargs={}"):
+        compare("digits", recipe="cifar100_fast", output=tmp_path)
