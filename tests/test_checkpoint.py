@@ -2,17 +2,26 @@
 
 import argparse
 import logging
+import os
 import pickle
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import timm
 import torch
+from huggingface_hub import constants
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import save_file
+from timm.utils import CheckpointSaver
 from torch import nn
 
 import tokamix
 from tokamix.checkpoint import read_checkpoint, unwrap
+from tokamix.inference import load_model
 
 
 def small(**kwargs: object) -> nn.Module:
@@ -48,6 +57,110 @@ def test_averaged_weights_come_first(weights: dict) -> None:
     assert_loaded(model, weights)
     tokamix.load_checkpoint(model, both, use_ema=False)
     assert not any(v.any() for v in model.state_dict().values())
+
+
+def lightning(prefix: str) -> Callable[[dict], dict]:
+    """A Lightning checkpoint: the module's entries under the model's attribute, and those of a loss."""
+    return lambda weights: {
+        "state_dict": {**{prefix + n: v for n, v in weights.items()}, "criterion.weight": torch.ones(5)},
+        "epoch": 3,
+        "loops": {},
+    }
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        *map(lightning, ("model.", "backbone.", "timm_model.", "model._orig_mod.", "model.backbone.")),
+        lambda weights: {"n_averaged": torch.tensor(4), **{f"module.{n}": v for n, v in weights.items()}},
+        lambda weights: {"net": weights, "acc": 70.1},
+        lambda weights: {"student": {n: v + 1 for n, v in weights.items()}, "teacher": weights},
+        lambda weights: {"teacher": {f"module.backbone.{n}": v for n, v in weights.items()}},
+        lambda weights: {n: v for n, v in weights.items() if not n.endswith("num_batches_tracked")},
+    ],
+)
+def test_other_libraries(weights: dict, wrap: Callable[[dict], dict]) -> None:
+    model = small()
+    report = tokamix.load_checkpoint(model, wrap(weights))
+    assert_loaded(model, weights)
+    assert not report.fresh
+
+
+def test_a_separate_classifier_keeps_its_name(weights: dict) -> None:
+    named = {n if n.startswith("head.") else f"backbone.{n}": v for n, v in weights.items()}
+    model = small()
+    assert not tokamix.load_checkpoint(model, named).fresh
+    assert_loaded(model, weights)
+
+
+def test_prefixes_stay_if_the_names_do_not_fit(weights: dict) -> None:
+    with pytest.raises(ValueError, match=r"it begins with model.conv1.weight"):
+        tokamix.load_checkpoint(small(), {"model.conv1.weight": torch.zeros(1)})
+
+
+def test_timms_training_checkpoints(tmp_path: Path) -> None:
+    """They hold a numpy scalar, the best metric, and the command line."""
+    model = timm.create_model("test_resnet", num_classes=5)
+    arguments = argparse.Namespace(model="test_resnet", lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    folder = str(tmp_path)
+    saver = CheckpointSaver(model, optimizer, arguments, checkpoint_dir=folder, recovery_dir=folder)
+    saver.save_checkpoint(0, metric=np.float64(71.3))
+    best = tmp_path / "model_best.pth.tar"
+    assert read_checkpoint(best)["metric"] == 71.3
+    copy = timm.create_model("test_resnet", num_classes=5)
+    tokamix.load_checkpoint(copy, best)
+    assert_loaded(copy, model.state_dict())
+    loaded, _ = load_model(best, model="test_resnet", num_classes=5)
+    assert_loaded(loaded, model.state_dict())
+    with pytest.raises(ValueError, match=r"it was saved by test_resnet: name the model of the file with --model") as e:
+        load_model(best, model="test_vit", num_classes=5)
+    assert "strict=False" not in str(e.value)
+
+
+@pytest.mark.parametrize("value", [np.float32(1.5), np.int64(3), np.bool_(True)])
+def test_numpy_scalars(value: np.generic, tmp_path: Path) -> None:
+    torch.save({"model": {"a": torch.ones(1)}, "best": value}, tmp_path / "a.pth")
+    assert read_checkpoint(tmp_path / "a.pth")["best"] == value
+
+
+def test_hub_repositories(weights: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some hold pytorch_model.bin only; without a network the answer comes at once."""
+
+    def download(repository: str, file: str, revision: str | None) -> str:
+        if file not in files:
+            raise EntryNotFoundError(f"404 {repository} {file}")
+        return str(tmp_path / file)
+
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    with monkeypatch.context() as patch:
+        patch.setattr("tokamix.checkpoint.hf_hub_download", download)
+        files = ["pytorch_model.bin"]
+        model = small()
+        tokamix.load_checkpoint(model, "hf-hub:user/name")
+        assert_loaded(model, weights)
+        files = []
+        with pytest.raises(FileNotFoundError, match=r"hf-hub:user/name has no weights: it needs model.safetensors or"):
+            read_checkpoint("hf-hub:user/name")
+
+    def unresolved(*args: object) -> None:
+        raise OSError("Name or service not known")
+
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setattr("socket.getaddrinfo", unresolved)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for load in (
+        lambda: read_checkpoint("hf-hub:user/name"),
+        lambda: tokamix.create_model("hf-hub:user/name", pretrained=True),
+        lambda: tokamix.create_model("test_vit.r160_in1k", pretrained=True),
+    ):
+        start = time.monotonic()
+        with pytest.raises(OSError, match=r"cannot be downloaded, there is no connection to https://huggingface.co"):
+            load()
+        assert time.monotonic() - start < 5
+    assert constants.HF_HUB_OFFLINE is False or "HF_HUB_OFFLINE" in os.environ
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pth"])

@@ -25,6 +25,7 @@ ORDER = (
     *(
         "_construction",
         "_hints",
+        "_hub",
         "_register",
         "_lazy",
         "files",

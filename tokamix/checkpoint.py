@@ -9,12 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
+
+from tokamix._hub import hub_access
 
 _log = logging.getLogger("tokamix")
 StateDict = dict[str, Tensor]
@@ -22,8 +26,30 @@ StateDict = dict[str, Tensor]
 HUB = "hf-hub:"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 # keys of the weights in training checkpoints; averaged weights, which the papers report, come first
-ENVELOPES = ("model_ema", "state_dict_ema", "model", "state_dict")
+ENVELOPES = ("model_ema", "state_dict_ema", "model", "state_dict", "net", "teacher", "student")
+AVERAGED = ("model_ema", "state_dict_ema", "teacher")
+# prefixes of DistributedDataParallel and torch.compile, and the usual attribute names of a model in a Lightning module
 PREFIXES = ("module.", "_orig_mod.")
+ATTRIBUTES = ("model.", "backbone.", "timm_model.", "net.", "network.", "encoder.", "student.", "teacher.")
+PREFIXED = 0.9  # fraction of the entries that has a prefix; the others are of losses or metrics
+# Classes besides tensors that a file may contain, all plain data: research checkpoints contain their command line, an
+# argparse.Namespace, and their best metric, a numpy scalar.
+NUMPY_SCALAR = np.float64(0).__reduce__()[0]
+SAFE: list[Any] = [
+    argparse.Namespace,
+    (NUMPY_SCALAR, "numpy.core.multiarray.scalar"),  # written with numpy 1
+    (NUMPY_SCALAR, "numpy._core.multiarray.scalar"),  # written with numpy 2
+    np.dtype,
+    *(type(np.dtype(kind)) for kind in "?bhilqBHILQefd"),
+]
+
+
+class MismatchError(ValueError):
+    """A checkpoint does not fit a model; `differences` is the message without advice."""
+
+    def __init__(self, differences: str, advice: str) -> None:
+        super().__init__(f"{differences}; {advice}")
+        self.differences = differences
 
 
 @dataclass
@@ -41,12 +67,13 @@ def load_checkpoint(
     strict: bool = True,
     use_ema: bool = True,
 ) -> LoadReport:
-    """Load a checkpoint of tokamix, timm or the papers' authors into a model.
+    """Load a checkpoint of tokamix, timm, Lightning or the papers' authors into a model.
 
     Accepts .safetensors and .pth files (read with weights_only, so no code in them runs), folders written by timm or
-    downloaded from the Hugging Face Hub, `hf-hub:user/name`, and state dicts. The authors' parameter names are
-    translated; position embeddings and weight banks are resized to the model's image size and the first convolution to
-    its input channels; a classifier with a different number of classes keeps its initial values.
+    downloaded from the Hugging Face Hub, `hf-hub:user/name`, and state dicts. Prefixes of wrappers, such as "model." of
+    a Lightning module, are removed where the names then fit. The authors' parameter names are translated; position
+    embeddings and weight banks are resized to the model's image size and the first convolution to its input channels;
+    a classifier with a different number of classes keeps its initial values.
 
     Args:
         model: a tokamix or timm model.
@@ -54,27 +81,31 @@ def load_checkpoint(
         strict: raise ValueError if entries are missing, unexpected or of different shape; False loads those that fit.
         use_ema: prefer averaged weights if the file has both.
     """
-    state = unwrap(source if isinstance(source, Mapping) else read_checkpoint(source), use_ema)
-    translate = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
-    report = LoadReport()
-    if translate is not None:
-        original = dict(state)
-        state = translate(state, model)
-        report.adapted += _resized(original, state)
     own = model.state_dict()
+    state = unwrap(source if isinstance(source, Mapping) else read_checkpoint(source), use_ema)
+    original, state = _translate(state, model, own)
+    report = LoadReport(adapted=_resized(original, state))
     _adapt_input(model, state, own, report)
     _drop_classifier(model, state, own, report)
 
-    missing = [name for name in own if name not in state and name not in report.fresh]
+    # PyTorch, too, accepts BatchNorms without this counter, as old files have them
+    counters = [name for name in own if name not in state and name.endswith("num_batches_tracked")]
+    missing = [name for name in own if name not in state and name not in report.fresh and name not in counters]
     unexpected = [name for name in state if name not in own]
     reshaped = [name for name in own if name in state and state[name].shape != own[name].shape]
-    if len(missing) == len(own):
-        raise ValueError(
+    if len(missing) + len(counters) == len(own):
+        raise MismatchError(
             f"the checkpoint does not fit {type(model).__name__}: none of its {len(state)} entries matches (it begins"
-            f" with {', '.join(list(state)[:3])}; the model with {', '.join(list(own)[:3])}); create the matching model"
+            f" with {', '.join(list(state)[:3])}; the model with {', '.join(list(own)[:3])})",
+            "create the matching model",
         )
     if strict and (missing or unexpected or reshaped):
-        raise ValueError(_differences(type(model).__name__, own, state, missing, unexpected, reshaped))
+        hint = _family_function(model, "checkpoint_hint")
+        released = hint(original) if hint is not None else None
+        differences = _differences(type(model).__name__, own, state, missing, unexpected, reshaped)
+        if released:
+            differences = f"{differences}; {released}"
+        raise MismatchError(differences, "strict=False loads the rest")
     fitting = {name: value for name, value in state.items() if name in own and name not in reshaped}
     model.load_state_dict(fitting, strict=False)
     report.loaded = len(fitting)
@@ -86,9 +117,7 @@ def load_checkpoint(
 
 def read_checkpoint(path: str | Path) -> Mapping[str, Any]:
     """Read a checkpoint file, folder or Hub name without executing code in it."""
-    if str(path).startswith(HUB):
-        path = hf_hub_download(str(path).removeprefix(HUB), WEIGHT_FILES[0])
-    path = Path(path)
+    path = _download(str(path)) if str(path).startswith(HUB) else Path(path)
     if path.is_dir():
         files = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
         if not files:
@@ -99,8 +128,7 @@ def read_checkpoint(path: str | Path) -> Mapping[str, Any]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        # research checkpoints contain their command line, an argparse.Namespace: plain data, and the only class allowed
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals(SAFE):
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, RuntimeError, EOFError, OSError, ValueError) as error:
         raise ValueError(f"{path} is truncated or not a checkpoint: {_first_line(error)}") from error
@@ -126,17 +154,63 @@ def unwrap(checkpoint: Mapping[str, Any], use_ema: bool = True) -> StateDict:
     """The state dict of a training checkpoint, without the prefixes that wrappers add to its names."""
     envelopes = [name for name in ENVELOPES if isinstance(checkpoint.get(name), Mapping)]
     if envelopes:
-        chosen = envelopes[0] if use_ema else next((n for n in envelopes if "ema" not in n), envelopes[0])
+        chosen = envelopes[0] if use_ema else next((n for n in envelopes if n not in AVERAGED), envelopes[0])
         return unwrap(checkpoint[chosen], use_ema)
     state = {name: value for name, value in checkpoint.items() if isinstance(value, Tensor)}
     if not state:
         raise ValueError(
             f"the checkpoint has no tensors, only {', '.join(map(str, list(checkpoint)[:5])) or 'nothing'}"
         )
+    if "n_averaged" in state and all(name.startswith("module.") for name in state if name != "n_averaged"):
+        del state["n_averaged"]  # the counter of torch.optim.swa_utils.AveragedModel
     for prefix in PREFIXES * 2:  # a compiled model inside DDP has both, in either order
         if all(name.startswith(prefix) for name in state):
             state = {name.removeprefix(prefix): value for name, value in state.items()}
     return state
+
+
+def _download(name: str) -> Path:
+    """Download the weights of a Hub repository; the safe format is preferred."""
+    repository, _, revision = name.removeprefix(HUB).partition("@")
+    with hub_access(name):
+        for file in WEIGHT_FILES:
+            try:
+                return Path(hf_hub_download(repository, file, revision=revision or None))
+            except LocalEntryNotFoundError:
+                if file == WEIGHT_FILES[-1]:
+                    raise
+            except EntryNotFoundError:
+                continue
+            except HfHubHTTPError as error:
+                raise FileNotFoundError(f"{name} cannot be downloaded: {_first_line(error)}") from None
+    raise FileNotFoundError(f"{name} has no weights: it needs {' or '.join(WEIGHT_FILES)}")
+
+
+def _family_function(model: nn.Module, name: str) -> Any:
+    """A function of the module that defines the model's class, or None."""
+    return getattr(sys.modules[type(model).__module__], name, None)
+
+
+def _translate(state: StateDict, model: nn.Module, own: StateDict) -> tuple[StateDict, StateDict]:
+    """Remove prefixes of wrappers if the names then fit; return the entries, and the same with the model's names."""
+    translate = _family_function(model, "checkpoint_filter_fn") or (lambda state, model: state)
+    best, stripped = (state, translate(dict(state), model)), _strip_prefix(state, own)
+    while stripped is not None:
+        translated = translate(dict(stripped), model)
+        if len(translated.keys() & own.keys()) > len(best[1].keys() & own.keys()):
+            best = (stripped, translated)
+        stripped = _strip_prefix(stripped, own)
+    return best
+
+
+def _strip_prefix(state: StateDict, own: StateDict) -> StateDict | None:
+    """Remove a prefix that nearly all entries have; of the others keep those of the model. None: there is no prefix."""
+    for prefix in PREFIXES + ATTRIBUTES:
+        stripped = {n.removeprefix(prefix): value for n, value in state.items() if n.startswith(prefix)}
+        if len(stripped) >= PREFIXED * len(state):
+            others = {n: value for n, value in state.items() if not n.startswith(prefix) and n in own}
+            return {**others, **stripped}
+    return None
 
 
 def _adapt_input(model: nn.Module, state: StateDict, own: StateDict, report: LoadReport) -> None:
@@ -187,7 +261,7 @@ def _differences(
     parts += [f"{name} {tuple(own[name].shape)} is missing in the checkpoint" for name in missing[:3]]
     parts += [f"{name} {tuple(state[name].shape)} is not in the model" for name in unexpected[:3]]
     total = len(missing) + len(unexpected) + len(reshaped)
-    return f"the checkpoint does not fit {model} in {total} entries: {'; '.join(parts)}; strict=False loads the rest"
+    return f"the checkpoint does not fit {model} in {total} entries: {'; '.join(parts)}"
 
 
 def _first_line(error: Exception) -> str:

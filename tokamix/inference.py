@@ -25,7 +25,8 @@ from timm.models import split_model_name_tag
 from torch import nn
 
 from tokamix._construction import record_creation
-from tokamix.checkpoint import load_checkpoint
+from tokamix._hub import hub_access
+from tokamix.checkpoint import MismatchError, load_checkpoint, read_checkpoint
 from tokamix.files import write_text
 from tokamix.models._registry import create_model
 from tokamix.swap import insert_context_broadcast, remove_context_broadcast, swap_mixer
@@ -256,11 +257,13 @@ def load_model(
     if str(source).startswith("hf-hub:"):
         repository, _, revision = name.removeprefix("hf-hub:").partition("@")
         files: Any = {"repo_id": repository, "revision": revision or None}
-        folder = Path(hf_hub_download(filename="config.json", **files)).parent
+        with hub_access(name):
+            folder = Path(hf_hub_download(filename="config.json", **files)).parent
         if "construction" in read_config(folder):
-            hf_hub_download(filename="model.safetensors", **files)
+            with hub_access(name):
+                hf_hub_download(filename="model.safetensors", **files)
             return _load_folder(folder)
-        network = timm.create_model(str(source), pretrained=True)
+        network = create_model(str(source), pretrained=True)
     else:
         network = _load_pretrained(name)
     return network.eval(), InferenceConfig.from_model(network)
@@ -332,7 +335,14 @@ def apply_changes(network: Any, steps: Sequence[Mapping[str, Any]]) -> Any:
 def _load_file(path: Path, name: str, num_classes: int | None) -> tuple[Any, InferenceConfig]:
     arguments: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
     network = create_model(name, **arguments)
-    if load_checkpoint(network, path).fresh:
+    checkpoint = read_checkpoint(path)
+    try:
+        report = load_checkpoint(network, checkpoint)
+    except MismatchError as error:
+        saved = checkpoint.get("arch")  # timm's training script stores it
+        trained = f"it was saved by {saved}: " if isinstance(saved, str) and saved != name else ""
+        raise ValueError(f"{path}: {error.differences}; {trained}name the model of the file with --model") from None
+    if report.fresh:
         raise ValueError(
             f"{path} was not trained for {network.num_classes} classes: its classifier has a different number"
         )

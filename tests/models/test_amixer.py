@@ -1,6 +1,7 @@
 """AMixer: the authors' numbers, sizes and parameter names; windows, shifts and image sizes."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import assert_golden, golden_cases, load_golden
-from tokamix import count_macs
+from tokamix import count_macs, load_checkpoint
 from tokamix.mixers import WeightMixing
 from tokamix.models import amixer as family
 from tokamix.models._backbone import rename
@@ -45,6 +46,11 @@ def test_loads_official_names(path: Path) -> None:
     model = timm.create_model(name, device="meta", **family.RELEASED.get(path.stem, {}))
     ours = {n: v.shape for n, v in model.state_dict().items()}
     assert {n: v.shape for n, v in family.checkpoint_filter_fn(official, model).items()} == ours
+    if path.stem in family.RELEASED:  # its sizes are not those of the paper
+        other = timm.create_model(name, device="meta")
+        advice = f"the authors' released {path.stem}, which needs create_model('{name}', depths=(2, 2, "
+        with pytest.raises(ValueError, match=re.escape(advice) + r".* num_heads=\(.*, shift_mask=False\)"):
+            load_checkpoint(other, official)
     assert {n: v.shape for n, v in family.checkpoint_filter_fn(model.state_dict(), model).items()} == ours
 
 

@@ -3,6 +3,7 @@
 import csv
 import fnmatch
 import functools
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from timm.models import model_entrypoint, split_model_name_tag
 
 from tokamix._construction import record_creation
 from tokamix._hints import suggest
+from tokamix._hub import hub_access
 from tokamix.cost import count_macs
 
 SIZES = Path(__file__).parent / "sizes.csv"
@@ -31,7 +33,8 @@ def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> Any:
     if ":" not in name and not timm.is_model(arch):
         hint = suggest(arch, timm.list_models(), "`tokamix models` lists them")
         raise ValueError(f"there is no model {name!r}; {hint}")
-    model = timm.create_model(name, pretrained=pretrained, **kwargs)
+    with hub_access(f"the pretrained model {name}") if pretrained else nullcontext():
+        model = timm.create_model(name, pretrained=pretrained, **kwargs)
     if ":" not in name:  # folders and the Hub have arguments of their own
         record_creation(model, arch, kwargs)
     return model

@@ -8,7 +8,10 @@ shifted windows: `timm.create_model("amixer_tiny", **RELEASED["amixer_t"], shift
 through `checkpoint_filter_fn`.
 """
 
+import logging
 import math
+import re
+from collections import Counter
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from tokamix.models._backbone import Column, Pyramid, PyramidStage, image_cfg, r
 from tokamix.ops import resize_bank
 
 Pair = tuple[int, int]
+_log = logging.getLogger("tokamix")
 
 
 class AMixerStem(PatchEmbed):
@@ -395,6 +399,9 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     checkpoint's position embedding or, without one, to a square window.
     """
     state = {n: t for n, t in state_dict.items() if not n.endswith(("relative_position_index", "attn_mask"))}
+    masked = any(isinstance(m, WeightMixing) and m.shift_mask and m.shift != (0, 0) for m in model.modules())
+    if masked and any(n.startswith("layers.") for n in state):
+        _log.warning("the authors' code does not mask shifted windows: create the model with shift_mask=False")
     state = rename(state, RENAMES)
     positions = state.get("pos_embed")
     if positions is not None and isinstance(model, AMixerColumn):
@@ -409,6 +416,27 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
             side = math.isqrt(ape.shape[0])
             state[f"{path}.policy_ape"] = _resize_ape(ape, (side, side), module.window)
     return state
+
+
+def checkpoint_hint(state_dict: dict[str, Tensor]) -> str | None:
+    """The arguments of a model for a checkpoint of the authors' released pyramids; None for other checkpoints."""
+    depths: Counter[int] = Counter()
+    heads: dict[int, int] = {}
+    for name, bank in state_dict.items():
+        if match := re.fullmatch(r"layers\.(\d+)\.blocks\.\d+\.spatial_mixer\.weight_bank", name):
+            adapter = state_dict[name.replace("weight_bank", "adapter.2.weight")]
+            depths[int(match[1])] += 1
+            heads[int(match[1])] = adapter.shape[0] // bank.shape[0]
+    sizes = {"depths": tuple(depths[i] for i in sorted(depths)), "num_heads": tuple(heads[i] for i in sorted(heads))}
+    names = {"amixer_t": "amixer_tiny", "amixer_s": "amixer_small", "amixer_b": "amixer_base"}
+    for released, arguments in RELEASED.items():
+        if arguments == sizes:
+            text = ", ".join(f"{key}={value}" for key, value in arguments.items())
+            return (
+                f"it is the authors' released {released}, which needs create_model({names[released]!r}, {text},"
+                " shift_mask=False)"
+            )
+    return None
 
 
 def _cfg(**kwargs: Any) -> dict[str, Any]:

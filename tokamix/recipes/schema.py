@@ -101,6 +101,7 @@ class Recipe:
         ema: decay of the exponential moving average of the weights; none: off.
         ema_half_life: the same decay as a number of steps, after which a weight counts half; none: `ema`.
         precision: of the forward and backward pass; the weights are float32. A CPU trains in fp32 by default.
+        sync_bn: in several processes on GPUs, BatchNorm uses the images of all of them.
         compile: use torch.compile.
         channels_last: store images and weights in channels_last memory format.
         grad_checkpointing: recompute activations in the backward pass to save memory.
@@ -152,6 +153,7 @@ class Recipe:
     ema_half_life: Positive | None = None
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    sync_bn: bool = True
     compile: bool = False
     channels_last: bool = False
     grad_checkpointing: bool = False

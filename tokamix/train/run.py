@@ -24,6 +24,7 @@ from tokamix.train.setup.accelerator import (
     distribute,
     numerics,
     release,
+    synchronise_batch_norm,
 )
 from tokamix.train.tasks.task import LoaderOptions, Task, create_task
 
@@ -131,6 +132,7 @@ def train(
         micro_batch = recipe.micro_batch(world_size)
         loaders = job.create_loaders(LoaderOptions(micro_batch, rank, world_size, accelerator.device, workers, corrupt))
         job.prepare(network, accelerator)
+        batch_norm = synchronise_batch_norm(network, recipe)
         wrapped, core, optimizer = distribute(accelerator, network, recipe, fsdp)
         stack.callback(release, core)
         if recipe.compile:
@@ -152,8 +154,11 @@ def train(
             trackers = stack.enter_context(closing(Trackers(folder.path, engine.update, settings, wandb)))
         title = f"{job.title()} on {job.splits.name}"
         names, epochs = job.metric_names, recipe.num_epochs
+        display = Display(title, folder.path, epochs, engine.steps, engine.update, names, quiet or not main)
+        if batch_norm:
+            display.say(batch_norm)
         engine.fit(
-            Display(title, folder.path, epochs, engine.steps, engine.update, names, quiet or not main),
+            display,
             trackers,
             lambda best: folder.publish(job.config(), recipe, job.splits.name, best, names),
         )

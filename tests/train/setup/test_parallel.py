@@ -6,12 +6,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
+import tokamix
 from tests.train.launch import torchrun
-from tests.train.tiny import PARALLEL, run
+from tests.train.tiny import PARALLEL, TINY, run
+from tokamix.layers import BatchNorm
 from tokamix.train import RunResult
+from tokamix.train.setup.accelerator import synchronise_batch_norm
 
 
 def losses(folder: Path) -> torch.Tensor:
@@ -62,3 +67,32 @@ def test_killed_processes(reference: Callable[..., RunResult], tmp_path: Path) -
     assert_same_run(one, tmp_path / "elastic")
     run(tmp_path / "ended", **PARALLEL)
     assert_same_run(one, tmp_path / "ended")
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "stvit_small", "columnar_tiny_softmax"])
+def test_batch_norm_is_synchronised(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On GPUs, unless the recipe switches it off; gloo has no synchronised BatchNorm, so a warning must do."""
+    model = tokamix.create_model(name)
+    norms = sum(isinstance(module, BatchNorm) for module in model.modules())
+
+    def synchronised() -> int:
+        return sum(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
+
+    assert synchronise_batch_norm(model, TINY) is None  # one process
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    assert synchronise_batch_norm(model, TINY) is None
+    assert ("PyTorch synchronises it on GPUs only" in caplog.text) == bool(norms)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    assert synchronise_batch_norm(model, TINY.replace(eval_mode=True)) is None
+    line = synchronise_batch_norm(model, TINY.replace(sync_bn=False))
+    assert synchronised() == 0
+    assert line == (
+        f"{norms} BatchNorm layers use the images of each process alone (sync_bn: false)" if norms else None
+    )
+    line = synchronise_batch_norm(model, TINY)
+    assert line == (f"{norms} BatchNorm layers are synchronised over 2 processes" if norms else None)
+    assert synchronised() == norms

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from timm.layers import convert_sync_batchnorm
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tokamix.distributed import init_process_group
+from tokamix.layers import BatchNorm
 from tokamix.recipes import Recipe
 from tokamix.train.loop.optim import create_optimizer
 
@@ -71,6 +73,24 @@ def distribute(
     else:
         wrapped, optimizer = accelerator.prepare(model, create_optimizer(model, recipe, device))
     return wrapped, accelerator.unwrap_model(wrapped), optimizer
+
+
+def synchronise_batch_norm(model: nn.Module, recipe: Recipe) -> str | None:
+    """Make BatchNorm use the images of all processes, in place, and return a line about it; None: nothing to do.
+
+    Otherwise a run in several processes would have other losses than in one: each process normalises over its own part
+    of the batch. PyTorch synchronises BatchNorm on GPUs only.
+    """
+    norms = sum(isinstance(m, BatchNorm) and not isinstance(m, nn.SyncBatchNorm) for m in model.modules())
+    if not norms or recipe.eval_mode or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    if not recipe.sync_bn:
+        return f"{norms} BatchNorm layers use the images of each process alone (sync_bn: false)"
+    if dist.get_backend() != "nccl":
+        _log.warning("BatchNorm uses the images of each process alone: PyTorch synchronises it on GPUs only")
+        return None
+    convert_sync_batchnorm(model)  # timm's version keeps the activations inside its norms
+    return f"{norms} BatchNorm layers are synchronised over {dist.get_world_size()} processes"
 
 
 def release(model: nn.Module) -> None:

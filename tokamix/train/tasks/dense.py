@@ -9,9 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from PIL import Image
-from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 from torchvision.transforms.functional import to_pil_image
 
@@ -21,7 +19,6 @@ from tokamix.data import AnnotatedImage, DataError, DatasetSplits, Loader, creat
 from tokamix.data.annotated.loader import create_eval_loader, create_train_loader
 from tokamix.dense.saved import create_dense_model, load_matching_weights
 from tokamix.inference import InferenceConfig, read_config, read_construction
-from tokamix.layers import BatchNorm
 from tokamix.predict import Prediction, Predictor, draw_prediction
 from tokamix.predict.draw import Colour, contact_sheet
 from tokamix.recipes import Recipe
@@ -128,12 +125,7 @@ class Dense:
         return train_loader, create_eval_loader(self.splits.val, self.inference, **common)
 
     def prepare(self, model: nn.Module, accelerator: Accelerator | None) -> None:
-        """Synchronise BatchNorm over the processes, each of which has few of the large images."""
-        if dist.is_initialized() and dist.get_world_size() > 1 and any(map(_is_batch_norm, model.modules())):
-            if dist.get_backend() == "nccl":
-                convert_sync_batchnorm(model)  # timm's version keeps the activations inside its norms
-            else:
-                _log.warning("BatchNorm uses the images of each process alone: PyTorch synchronises it on GPUs only")
+        """Nothing to prepare."""
 
     def compile(self, model: nn.Module, graphs: bool) -> None:
         """Compile the backbone, not the heads: the number of objects changes with each image."""
@@ -199,7 +191,3 @@ def _load_matching(network: Any, checkpoint: str | Path, name: str) -> None:
         raise ValueError(f"{checkpoint} does not fit {name}: {len(missing)} weights are missing, such as {missing[0]}")
     for parameter in fresh:
         _log.warning("%s keeps its initial values: the checkpoint has none of that shape", parameter)
-
-
-def _is_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
