@@ -2,6 +2,7 @@
 
 import json
 import os
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ class WriteError(OSError):
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write` with a temporary path in the same folder, flush the file to disk and rename it to `path`."""
-    temporary = path.with_name(f".{path.name}.part")
+    temporary = path.with_name(f".{uuid.uuid4().hex[:8]}.{path.name}.part")  # two processes may write the same file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)

@@ -1,7 +1,7 @@
 """A training run from start to end."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from tokamix.recipes import Recipe, load_overrides, load_recipe
 from tokamix.train.loop.engine import Engine, Options
 from tokamix.train.loop.state import read_state
 from tokamix.train.output.progress import Display
-from tokamix.train.output.run_folder import Row, RunFolder, changed_settings, choose_run_folder
+from tokamix.train.output.run_folder import Row, RunFolder, changed_settings, lock_run_folder
 from tokamix.train.output.trackers import Trackers
 from tokamix.train.setup.accelerator import (
     Accelerator,
@@ -124,12 +124,10 @@ def train(
     settings = {**recipe.to_dict(), "model": job.title(), "data": job.splits.name}
     if isinstance(model, nn.Module):
         settings |= {key: config[key] for key in ("model_args", "construction") if key in config}
-    if output is None:
-        output = broadcast_from_main(choose_run_folder(settings, new=not resume) if main else None)
-    folder = RunFolder(output)
-    state = _load_state(folder, settings, accelerator) if resume else None
-
-    with numerics(accelerator.device, deterministic, fixed_size=recipe.task == "classify"), ExitStack() as stack:
+    with ExitStack() as stack:
+        folder = RunFolder(_lock(stack, lock_run_folder(output, settings, new=not resume), main))
+        state = _load_state(folder, settings, accelerator) if resume else None
+        stack.enter_context(numerics(accelerator.device, deterministic, fixed_size=recipe.task == "classify"))
         rank, world_size = accelerator.process_index, accelerator.num_processes
         micro_batch = recipe.micro_batch(world_size)
         loaders = job.create_loaders(LoaderOptions(micro_batch, rank, world_size, accelerator.device, workers, corrupt))
@@ -178,6 +176,20 @@ def _resumed_run(run: Path, output: str | Path | None, recipe: str | Recipe | No
     if output is not None and Path(output) != run:
         raise ValueError(f"--output {output} and --resume {run} name two folders; leave --output out")
     return run, recipe or str(run / "recipe.yaml")
+
+
+def _lock(stack: ExitStack, lock: AbstractContextManager[Path], main: bool) -> Path:
+    """Enter the lock in rank 0; the path of the folder, or the error, in every process."""
+    path, problem = None, None
+    if main:
+        try:
+            path = stack.enter_context(lock)
+        except (ValueError, OSError) as error:
+            problem = error
+    path, problem = broadcast_from_main((path, problem))
+    if path is None:
+        raise problem or AssertionError
+    return path
 
 
 def _resolve_recipe(

@@ -16,7 +16,8 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import count
@@ -31,6 +32,7 @@ from tokamix.recipes import Recipe
 from tokamix.train.loop.state import Tensors, read_header
 from tokamix.train.output.card import create_card
 from tokamix.train.output.curves import draw_curves
+from tokamix.train.output.lock import LockedError, is_locked, lock_folder
 
 Row = dict[str, Any]
 RUNS = Path("runs")
@@ -142,20 +144,31 @@ class RunFolder:
         (self.path / "metrics.csv").write_text(text.getvalue())
 
 
-def choose_run_folder(settings: Row, new: bool = False) -> Path:
-    """The unfinished run with these settings, else the first free folder of runs/train, runs/train-2, ...
+@contextmanager
+def lock_run_folder(output: str | Path | None, settings: Row, new: bool = False) -> Iterator[Path]:
+    """Lock the run's folder and give its path.
 
     Args:
+        output: the folder; default: the unfinished run with these settings, else the first free folder of runs/train,
+            runs/train-2, ... that no other job uses.
         settings: recipe, model and data of the run.
         new: do not resume a run.
     """
-    paths = (RUNS / ("train" if number == 1 else f"train-{number}") for number in count(1))
-    for path in paths:
-        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-            return path
-        if not new and RunFolder(path).can_resume(settings):
-            return path
-    raise AssertionError("count() does not end")
+    if output is not None:
+        with lock_folder(Path(output)):
+            yield Path(output)
+        return
+    for path in (RUNS / ("train" if number == 1 else f"train-{number}") for number in count(1)):
+        free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+        if not free and (new or is_locked(path) or not RunFolder(path).can_resume(settings)):
+            continue
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(lock_folder(path))
+            except LockedError:  # by another job at this moment
+                continue
+            yield path
+            return
 
 
 def changed_settings(before: Row, now: Row) -> str:
