@@ -22,7 +22,7 @@ SMALL += " --device cpu --recipe digits --data digits"
 
 
 def call(*args: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, list(args), env={"COLUMNS": "160"})
+    result = CliRunner().invoke(app, list(args))
     assert result.exit_code == code, result.output
     return " ".join(result.output.split())
 
