@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from tokamix.data import DatasetSplits
+from tokamix.data import DatasetSplits, Loader
+from tokamix.data.loading import WorkerLoader
 from tokamix.inference import load_model
 from tokamix.recipes import Recipe, load_overrides, load_recipe
 from tokamix.train.loop.engine import Engine, Options
@@ -26,6 +27,7 @@ from tokamix.train.setup.accelerator import (
     release,
     synchronise_batch_norm,
 )
+from tokamix.train.setup.threads import batch_macs, choose_threads, is_set_by_user, set_threads, usable_cores
 from tokamix.train.tasks.task import LoaderOptions, Task, create_task
 
 
@@ -132,6 +134,10 @@ def train(
         rank, world_size = accelerator.process_index, accelerator.num_processes
         micro_batch = recipe.micro_batch(world_size)
         loaders = job.create_loaders(LoaderOptions(micro_batch, rank, world_size, accelerator.device, workers, corrupt))
+        threads = None
+        if accelerator.device.type == "cpu" and not is_set_by_user():
+            threads = _choose_threads(network, loaders[0], recipe, micro_batch, state)
+        stack.enter_context(set_threads(threads))
         job.prepare(network, accelerator)
         batch_norm = synchronise_batch_norm(network, recipe)
         wrapped, core, optimizer = distribute(accelerator, network, recipe, fsdp)
@@ -157,7 +163,8 @@ def train(
         names, epochs = job.metric_names, recipe.num_epochs
         display = Display(title, folder.path, epochs, engine.steps, engine.update, names, quiet or not main)
         unused = _describe_unused_images(loaders[0].dataset_size, len(loaders[0]), recipe, world_size)
-        for line in filter(None, (batch_norm, unused)):
+        cpu = f"CPU threads: {threads} of {usable_cores()} cores; OMP_NUM_THREADS changes it" if threads else None
+        for line in filter(None, (batch_norm, unused, cpu)):
             display.say(line)
         engine.fit(
             display,
@@ -215,6 +222,15 @@ def _describe_unused_images(size: int, batches: int, recipe: Recipe, world_size:
         f"each epoch leaves out {unused} of {size:,} images, different ones each time, which do not fill a batch of"
         f" {recipe.batch_size}{cure}"
     )
+
+
+def _choose_threads(network: nn.Module, loader: Loader, recipe: Recipe, micro_batch: int, state: Any) -> int:
+    """The CPU threads of the run; a resumed one keeps its number, because the last bits of its weights depend on it."""
+    if state is not None and "threads" in state[1]:
+        return min(state[1]["threads"], usable_cores())
+    size = getattr(recipe, "image_size", None)
+    macs = batch_macs(network, size, micro_batch) if size else float("inf")  # dense tasks have large images
+    return choose_threads(macs, usable_cores(), loader.loader.num_workers if isinstance(loader, WorkerLoader) else 0)
 
 
 def _lock(stack: ExitStack, lock: AbstractContextManager[Path], main: bool) -> Path:
