@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from tokamix.ops import dispatch
 GOLDEN = Path(__file__).parent / "golden"
 
 torch.set_num_threads(1)  # the tests run in parallel processes
+os.environ["COLUMNS"] = "200"  # consoles read their width when they are created; tests look for whole lines
 
 
 def golden_cases(prefix: str) -> list[str]:

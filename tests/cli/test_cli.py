@@ -20,7 +20,7 @@ from tokamix.ops import dispatch
 
 
 def call(*args: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, list(args), env={"COLUMNS": "160"})
+    result = CliRunner().invoke(app, list(args))
     assert result.exit_code == code, result.output
     return result.output
 

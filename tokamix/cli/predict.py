@@ -82,7 +82,7 @@ def _print(text: str) -> None:
 def _table(predictions: list["Prediction"]) -> Table:
     """Image, best class and its score, further classes."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("image", overflow="ellipsis", no_wrap=True, max_width=max(20, console.width // 3))
+    table.add_column("image", no_wrap=True)
     table.add_column("class", overflow="ellipsis", no_wrap=True)
     table.add_column("score", justify="right", no_wrap=True)
     table.add_column("next", overflow="ellipsis", no_wrap=True, style="dim")
@@ -90,5 +90,11 @@ def _table(predictions: list["Prediction"]) -> Table:
         assert prediction.scores is not None
         percents = [f"{100 * score:.1f} %" for score in prediction.scores.tolist()]
         rest = ", ".join(f"{n} {s}" for n, s in zip(prediction.names[1:], percents[1:], strict=True))
-        table.add_row(escape(prediction.image), escape(prediction.names[0]), percents[0], escape(rest))
+        table.add_row(escape(_shorten(prediction.image)), escape(prediction.names[0]), percents[0], escape(rest))
     return table
+
+
+def _shorten(path: str) -> str:
+    """The end of a path, which names the image, in a third of the terminal's width."""
+    width = max(20, console.width // 3)
+    return path if len(path) <= width else f"…{path[1 - width :]}"

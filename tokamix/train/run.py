@@ -115,6 +115,7 @@ def train(
         wandb: a project of Weights & Biases to log to as well.
         quiet: print nothing.
     """
+    _check_counts(save_every=save_every, log_every=log_every, workers=workers, skip_nan=skip_nan)
     if not isinstance(resume, bool):
         output, recipe = _resumed_run(Path(resume), output, recipe)
     recipe = _resolve_recipe(model, recipe, task if isinstance(task, str) else None, overrides)
@@ -123,7 +124,7 @@ def train(
     accelerator = create_accelerator(recipe, device, precision=load_overrides(overrides).get("precision"))
     main = accelerator.is_main_process
     job = task(recipe, data) if callable(task) else create_task(recipe, data)
-    network = job.create_model(model, checkpoint, pretrained)
+    network = _create_model(job, model, checkpoint, pretrained)
     config = job.config() | {"precision": accelerator.mixed_precision.replace("no", "fp32")}
     settings = {**recipe.to_dict(), "model": job.title(), "data": job.splits.name}
     if isinstance(model, nn.Module):
@@ -168,8 +169,9 @@ def train(
         title = f"{job.title()} on {job.splits.title}"
         names, epochs = job.metric_names, recipe.num_epochs
         display = Display(title, folder.path, epochs, engine.steps, engine.update, names, quiet or not main)
-        if batch_norm:
-            display.say(batch_norm)
+        unused = _describe_unused_images(loaders[0].dataset_size, len(loaders[0]), recipe, world_size)
+        for line in filter(None, (batch_norm, unused)):
+            display.say(line)
         engine.fit(
             display,
             trackers,
@@ -190,6 +192,43 @@ def _resumed_run(run: Path, output: str | Path | None, recipe: str | Recipe | No
     if output is not None and Path(output) != run:
         raise ValueError(f"--output {output} and --resume {run} name two folders; leave --output out")
     return run, recipe or str(run / "recipe.yaml")
+
+
+def _check_counts(**values: int | None) -> None:
+    """Refuse numbers of steps or workers that are too small."""
+    for name, value in values.items():
+        least = 1 if name.endswith("every") else 0
+        if value is not None and value < least:
+            option = name.replace("_", "-")
+            raise ValueError(f"{name} is {value}, but must be at least {least}; change --{option}, or leave it out")
+
+
+def _create_model(job: Task, model: str | nn.Module | None, checkpoint: str | Path | None, pretrained: bool) -> Any:
+    """Create the model; timm's error about missing weights becomes a sentence."""
+    try:
+        return job.create_model(model, checkpoint, pretrained)
+    except RuntimeError as error:
+        if "No pretrained weights exist" not in str(error):
+            raise
+        name = str(error).split(" for ", 1)[-1].split()[0].rstrip(".")
+        raise ValueError(
+            f"there are no pretrained weights for {name}; leave out --pretrained, or give weights with --checkpoint"
+        ) from error
+
+
+def _describe_unused_images(size: int, batches: int, recipe: Recipe, world_size: int) -> str | None:
+    """A line about the images of each epoch that do not fill a batch, if these are over 1 % of the data."""
+    parts = 1 if recipe.iterations else recipe.accumulate  # an evaluation interval of iterations cuts no batches off
+    unused = size - batches // parts * parts * recipe.micro_batch(world_size) * world_size
+    if unused <= size / 100:
+        return None
+    steps, multiple = -(-size // recipe.batch_size), world_size * recipe.accumulate
+    better = size // steps // multiple * multiple
+    cure = f"; --batch-size {better} leaves out {size - steps * better}" if size - steps * better < unused else ""
+    return (
+        f"each epoch leaves out {unused} of {size:,} images, different ones each time, which do not fill a batch of"
+        f" {recipe.batch_size}{cure}"
+    )
 
 
 def _lock(stack: ExitStack, lock: AbstractContextManager[Path], main: bool) -> Path:
