@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import timm
 import torch
-from timm.layers import DropPath, set_reentrant_ckpt
+from timm.layers import DropPath, create_feature_extractor, get_graph_node_names, set_reentrant_ckpt
 from timm.models import get_pretrained_cfg, group_parameters, model_entrypoint, save_for_hf
 from timm.utils import reparameterize_model
 from torch import nn
@@ -359,6 +359,25 @@ def test_hub_folder_round_trip(name: str, model: nn.Module, tmp_path) -> None:
     other = create(name, num_classes=3)
     report = tokamix.load_checkpoint(other, tmp_path)
     assert report.fresh == ["head.weight", "head.bias"]
+
+
+def test_fx(name: str, model: nn.Module) -> None:
+    """timm's feature extraction by torch.fx, at sizes other than the first, and training through the traced graph."""
+    extractor = create(name, features_only=True, feature_cls="fx", num_classes=0).eval()
+    getter = create(name, features_only=True, num_classes=0).eval()
+    for x in (images(), images(*ODD_SIZE)):
+        for features, expected in zip(extractor(x), getter(x), strict=True):
+            tokens = features[0] if isinstance(features, tuple) else features  # class tokens come with their grid
+            patches = expected.flatten(2).mT  # (B, h * w, C)
+            torch.testing.assert_close(tokens.flatten(1, -2)[:, -patches.shape[1] :], patches)
+    graph = create_feature_extractor(model, [get_graph_node_names(model)[1][-1]])
+    (logits,) = graph(x).values()
+    torch.testing.assert_close(logits, model(x))
+    trained = create(name).train()
+    graph = create_feature_extractor(trained, [get_graph_node_names(trained)[0][-1]])
+    (logits,) = graph(x).values()
+    logits.sum().backward()
+    assert all(p.grad is not None for p in trained.get_classifier().parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

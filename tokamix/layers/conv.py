@@ -13,6 +13,7 @@ from tokamix.ops.depthwise_conv.reference import match_gradient_strides
 from tokamix.ops.precision import autocast_dtype
 
 
+@register_notrace_module
 class MapConv(nn.Conv2d):
     """A convolution on channels-last maps (B, H, W, C)."""
 
@@ -42,6 +43,7 @@ class MapConv(nn.Conv2d):
         return channels_first(product.unflatten(1, grid))
 
 
+@register_notrace_module
 class ImageConv(nn.Conv2d):
     """The first convolution of a model: images (B, C, H, W) in, channels_last memory out.
 

@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import trunc_normal_
+from timm.layers import register_notrace_module, trunc_normal_
 from torch import Tensor, nn
 
 from tokamix.layers.layout import channels_last
 from tokamix.ops import dispatch
 
 
+@register_notrace_module
 class PositionEmbedding(nn.Module):
     """Learned position embedding of a grid and of the prefix tokens before it, added to the tokens.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import get_device_dtype, trunc_normal_
+from timm.layers import get_device_dtype, register_notrace_module, trunc_normal_
 from timm.models import checkpoint
 from torch import Tensor, nn
 
@@ -72,6 +72,8 @@ def check_images(x: Tensor, model: str, in_chans: int, min_side: int) -> None:
     Sizes are not checked while compiling or exporting, which would specialise them; values are checked on the CPU only,
     where this needs no synchronisation: on an accelerator NaN inputs give NaN outputs.
     """
+    if isinstance(x, torch.fx.Proxy):  # torch.fx traces for feature extraction, without values
+        return
     if x.ndim != 4 or x.shape[1] != in_chans:
         raise ValueError(f"{model} needs images of shape (B, {in_chans}, H, W), got {tuple(x.shape)}")
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
@@ -179,6 +181,7 @@ class Backbone(nn.Module):
         check_images(x, type(self).__name__, self.in_chans, self.min_side)
 
 
+@register_notrace_module
 class PyramidStage(nn.Module):
     """A stage of a pyramid: optional downsampling of the map, optional position embedding, then blocks on its tokens.
 

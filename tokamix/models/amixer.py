@@ -16,7 +16,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath, LayerScale, Mlp, calculate_drop_path_rates, to_2tuple, trunc_normal_
+from timm.layers import (
+    DropPath,
+    LayerScale,
+    Mlp,
+    calculate_drop_path_rates,
+    register_notrace_function,
+    register_notrace_module,
+    to_2tuple,
+    trunc_normal_,
+)
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -30,6 +39,7 @@ Pair = tuple[int, int]
 _log = logging.getLogger("tokamix")
 
 
+@register_notrace_module
 class AMixerStem(PatchEmbed):
     """Patch embedding; incomplete patches at the right and bottom are padded with zeros."""
 
@@ -54,6 +64,7 @@ class PatchMerging(nn.Module):
         return self.proj(self.norm(x.transpose(2, 3).flatten(3)))
 
 
+@register_notrace_module
 class Block(nn.Module):
     """A pre-norm block: weight mixing and an MLP, each with layer scale and a residual connection."""
 
@@ -341,7 +352,7 @@ class AMixerColumn(Column):
     def set_input_size(self, img_size: int | Pair) -> None:
         """Resize position embedding and banks to another image size."""
         grid = self._grid(img_size)
-        table = _resize_positions(self.pos_embed.detach(), grid)
+        table = resize_positions(self.pos_embed.detach(), grid)
         self.pos_embed = nn.Parameter(table, requires_grad=self.pos_embed.requires_grad)
         for module in self.modules():
             if isinstance(module, WeightMixing):
@@ -350,7 +361,7 @@ class AMixerColumn(Column):
     def embed(self, x: Tensor) -> tuple[Tensor, Pair]:
         """Images -> tokens with their positions added, and their grid."""
         x = self.stem(x)
-        return map_to_tokens(x + _resize_positions(self.pos_embed, (x.shape[1], x.shape[2])))
+        return map_to_tokens(x + resize_positions(self.pos_embed, (x.shape[1], x.shape[2])))
 
 
 def _pad(x: Tensor, dim: int, multiple: int) -> Tensor:
@@ -363,7 +374,8 @@ def _pad(x: Tensor, dim: int, multiple: int) -> Tensor:
     return F.pad(x, [0, 0] * (x.ndim - dim - 2) + [0, missing[1], 0, missing[0]])
 
 
-def _resize_positions(table: Tensor, grid: Pair) -> Tensor:
+@register_notrace_function
+def resize_positions(table: Tensor, grid: Pair) -> Tensor:
     """Resize a position embedding (1, h, w, C) to another grid as the authors do: bilinear, corners aligned."""
     if statically_known_true(table.shape[1] == grid[0]) and statically_known_true(table.shape[2] == grid[1]):
         return table
@@ -405,7 +417,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     state = rename(state, RENAMES)
     positions = state.get("pos_embed")
     if positions is not None and isinstance(model, AMixerColumn):
-        state["pos_embed"] = _resize_positions(positions, (model.pos_embed.shape[1], model.pos_embed.shape[2]))
+        state["pos_embed"] = resize_positions(positions, (model.pos_embed.shape[1], model.pos_embed.shape[2]))
     for path, module in model.named_modules():
         if isinstance(module, WeightMixing) and (bank := state.get(f"{path}.bank")) is not None and bank.ndim == 2:
             side = (math.isqrt(bank.shape[1]) + 1) // 2

@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer, to_2tuple, trunc_normal_
+from timm.layers import (
+    DropPath,
+    Mlp,
+    calculate_drop_path_rates,
+    get_act_layer,
+    register_notrace_module,
+    to_2tuple,
+    trunc_normal_,
+)
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
@@ -98,6 +106,7 @@ class Downsample(ConvEmbed):
         return super().forward(F.pad(x, (0, 0, 0, 1, 0, 1)))
 
 
+@register_notrace_module
 class Block(nn.Module):
     """A pre-norm block: a mixer and an MLP, each with a residual connection.
 

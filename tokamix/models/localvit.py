@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Attention, DropPath, calculate_drop_path_rates, to_2tuple, trunc_normal_
+from timm.layers import (
+    Attention,
+    DropPath,
+    calculate_drop_path_rates,
+    register_notrace_module,
+    to_2tuple,
+    trunc_normal_,
+)
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
@@ -79,6 +86,7 @@ class LocalMlp(nn.Module):
         self.norm3 = fold_into_previous(self.fc2, self.norm3)
 
 
+@register_notrace_module
 class Block(nn.Module):
     """Attention of all tokens, then a local feed-forward layer on the patch tokens, each with a residual connection."""
 

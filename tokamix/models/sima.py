@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from timm.layers import DropPath, Mlp, get_act_layer, trunc_normal_
+from timm.layers import DropPath, Mlp, get_act_layer, register_notrace_module, trunc_normal_
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
@@ -106,6 +106,7 @@ class LocalPatchInteraction(nn.Module):
         return self.conv2(channels_last(self.bn(channels_first(x)))).flatten(1, 2)
 
 
+@register_notrace_module
 class Block(nn.Module):
     """A pre-norm block: SimA, local patch interaction and an MLP, each scaled per channel."""
 
@@ -152,6 +153,7 @@ class Block(nn.Module):
         return x + self.drop_path(self.scale_mlp * self.mlp(self.norm_mlp(x)))
 
 
+@register_notrace_module
 class ClassBlock(nn.Module):
     """Class attention and an MLP on the class token.
 
