@@ -103,5 +103,7 @@ def train(
         if dist.is_initialized():
             dist.destroy_process_group()
         if not quiet and os.environ.get("RANK", "0") == "0":
+            averaged = " (averaged weights)" if result.last["averaged"] else ""
             best = f"best {METRICS[result.metric]} {result.score:.2f} % in epoch {result.best['epoch']}"
+            best += f", last {result.last[result.metric]:.2f} %{averaged}"
             console.print(f"{best}; the run is in {result.folder}", highlight=False, soft_wrap=True)

@@ -14,6 +14,7 @@ from tokamix.inference import load_model
 from tokamix.recipes import Recipe, load_overrides, load_recipe
 from tokamix.train.loop.engine import Engine, Options
 from tokamix.train.loop.state import read_state
+from tokamix.train.output.card import Facts
 from tokamix.train.output.progress import Display
 from tokamix.train.output.run_folder import Row, RunFolder, changed_settings, lock_run_folder
 from tokamix.train.output.trackers import Trackers
@@ -41,12 +42,15 @@ class RunResult:
             whether the weights are averaged.
         epochs: one row per epoch; metrics of the validation data only in epochs with an evaluation.
         metric: the metric that selects the best weights: "top1", "miou", "mask_ap" or "box_ap".
+        last: the last evaluation, of the averaged weights if EMA is on, with the keys of `best`. The best epoch is
+            chosen on the validation data, which makes its metrics optimistic; these are not.
     """
 
     folder: Path
     best: Row = field(default_factory=dict)
     epochs: list[Row] = field(default_factory=list)
     metric: str = "top1"
+    last: Row = field(default_factory=dict)
 
     @property
     def score(self) -> float:
@@ -138,6 +142,15 @@ def train(
         if accelerator.device.type == "cpu" and not is_set_by_user():
             threads = _choose_threads(network, loaders[0], recipe, micro_batch, state)
         stack.enter_context(set_threads(threads))
+        body: Any = getattr(getattr(network, "backbone", None), "body", network)
+        facts = Facts(
+            model=job.title(),
+            data=job.splits.title,
+            parameters=sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad),
+            images=(loaders[0].dataset_size, loaders[1].dataset_size),
+            metrics=job.metric_names,
+            paper=getattr(body, "pretrained_cfg", None) or {},
+        )
         job.prepare(network, accelerator)
         batch_norm = synchronise_batch_norm(network, recipe)
         wrapped, core, optimizer = distribute(accelerator, network, recipe, fsdp)
@@ -159,7 +172,7 @@ def train(
         trackers = None
         if main and not engine.finished:
             trackers = stack.enter_context(closing(Trackers(folder.path, engine.update, settings, wandb)))
-        title = f"{job.title()} on {job.splits.name}"
+        title = f"{job.title()} on {job.splits.title}"
         names, epochs = job.metric_names, recipe.num_epochs
         display = Display(title, folder.path, epochs, engine.steps, engine.update, names, quiet or not main)
         unused = _describe_unused_images(loaders[0].dataset_size, len(loaders[0]), recipe, world_size)
@@ -169,13 +182,14 @@ def train(
         engine.fit(
             display,
             trackers,
-            lambda best: folder.publish(job.config(), recipe, job.splits.name, best, names),
+            lambda best: folder.publish(job.config(), recipe, best, facts),
         )
         engine.write_report()
     accelerator.wait_for_everyone()
     if trained:  # last, without Accelerate's autocast around the model
         engine.check_saved()
-    return RunResult(folder.path, engine.best or {}, folder.epochs, job.metric)
+    best = engine.best or {}
+    return RunResult(folder.path, best, folder.epochs, job.metric, folder.last_evaluation(best) if best else {})
 
 
 def _resumed_run(run: Path, output: str | Path | None, recipe: str | Recipe | None) -> tuple[Path, str | Recipe]:
