@@ -102,11 +102,10 @@ def test_signal_during_an_evaluation(
     """The state before the evaluation is saved at once, with the weights themselves, not their average."""
     calls: list[int] = []
 
-    def interrupted(*args) -> None:
+    def interrupted(*args) -> dict:
         calls.append(1)
         if len(calls) == 2:  # of the averaged weights
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(60)
         return real(*args)
 
     real = Classify.evaluate

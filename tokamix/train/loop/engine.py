@@ -24,7 +24,7 @@ from tokamix.train.loop.ema import Ema
 from tokamix.train.loop.epochs import evaluation_intervals
 from tokamix.train.loop.meter import Meter
 from tokamix.train.loop.optim import DropPathSchedule, create_scheduler
-from tokamix.train.loop.signals import Agreement, Interrupts
+from tokamix.train.loop.signals import Agreement, Interrupts, StoppableLoader
 from tokamix.train.loop.state import Tensors, load_optimizer, load_weights, optimizer_state, whole, write_state
 from tokamix.train.output.progress import Display
 from tokamix.train.output.run_folder import Row, RunFolder
@@ -278,13 +278,13 @@ class Engine:
     def _measure(self) -> dict[str, dict[str, float]]:
         """Metrics of the weights, under "", and of their average, under "ema_"."""
         pad_to = self.recipe.micro_batch(self.accelerator.num_processes) if self.recipe.compile else None
+        loader: Any = StoppableLoader(self.val_loader, self.interrupts)
         begun = time.monotonic()
         try:
-            with self.interrupts.at_once():
-                results = {"": self.task.evaluate(self.model, self.val_loader, pad_to)}
+            results = {"": self.task.evaluate(self.model, loader, pad_to)}
             if self.ema is not None:
-                with self.ema.swapped(), self.interrupts.at_once():
-                    results["ema_"] = self.task.evaluate(self.model, self.val_loader, pad_to)
+                with self.ema.swapped():
+                    results["ema_"] = self.task.evaluate(self.model, loader, pad_to)
         except KeyboardInterrupt:
             self.save()  # before the evaluation, which is repeated when the run is resumed
             self._stop()

@@ -4,7 +4,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -27,7 +26,7 @@ class Interrupts:
     def __init__(self, processes: int) -> None:
         self.active = threading.current_thread() is threading.main_thread()
         self.alone = processes == 1
-        self.received, self.immediate, self.first = False, False, 0.0
+        self.received, self.first = False, 0.0
 
     def __enter__(self) -> Self:
         if self.active:
@@ -41,21 +40,32 @@ class Interrupts:
             for number, handler in self.before.items():
                 signal.signal(number, handler)
 
-    @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """In a single process, signals raise KeyboardInterrupt inside this context, where nothing can be lost."""
-        self.immediate = self.alone
-        try:
-            yield
-        finally:
-            self.immediate = False
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = self.received and number == signal.SIGINT and time.monotonic() - self.first > SECOND_CTRL_C
         if not self.received:
             self.received, self.first = True, time.monotonic()
-        if self.immediate or (again and self.alone):
+        if again and self.alone:
             raise KeyboardInterrupt
+
+
+class StoppableLoader:
+    """A loader whose batches end with KeyboardInterrupt after a signal to a single process, for evaluations."""
+
+    def __init__(self, loader: Any, interrupts: Interrupts) -> None:
+        self.loader, self.interrupts = loader, interrupts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
+        """Batches of an epoch, from step `start` on."""
+        for batch in self.loader.epoch(number, start):
+            if self.interrupts.received and self.interrupts.alone:
+                raise KeyboardInterrupt
+            yield batch
 
 
 class Agreement:
