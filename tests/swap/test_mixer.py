@@ -226,6 +226,8 @@ def test_half_precision() -> None:
 
 def test_errors_leave_the_model_unchanged() -> None:
     model = create("deit_tiny_patch16_224")
+    with pytest.raises(TypeError, match=r"swap_mixer changes a model, not 'deit_tiny_patch16_224'; create it first"):
+        swap_mixer("deit_tiny_patch16_224")
     with pytest.raises(ValueError, match=r"unknown mixer 'simba': .* swap_mixer supports sima"):
         swap_mixer(model, to="simba")
     with pytest.raises(ValueError, match=r"24 channels of blocks\.0\.attn do not divide into 5 heads"):

@@ -1,6 +1,7 @@
 """`tokamix train`, `eval` and `recipes`, as a user calls them."""
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -109,11 +110,41 @@ def test_errors_are_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "did you mean stvit_small" in call("train", "--data", "digits", "--model", "stvit_smal", *here, code=1)
     assert "there is no model 'nothing'" in call("eval", "nothing", "--data", "digits", code=1)
 
+    for option, value, least in (("log-every", 0, 1), ("save-every", -3, 1), ("workers", -1, 0), ("skip-nan", -1, 0)):
+        out = call("train", "--data", "digits", f"--{option}={value}", *here, code=1)
+        assert f"is {value}, but must be at least {least}; change --{option}" in out
+    assert "PyTorch finds no MPS device" in call("train", "--data", "digits", *here[:2], "--device", "mps", code=1)
+    out = call("train", "--data", "digits", "--model", "stvit_small", "--pretrained", *here, code=1)
+    assert "there are no pretrained weights for stvit_small; leave out --pretrained" in out
+    (tmp_path / "file").write_text("")
+    assert "is a file, not a folder" in call("train", *SMALL.split(), "--output", f"{tmp_path}/file", code=1)
+
+    def fill_memory(*args, **kwargs):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(sys.modules["tokamix.train"], "train", fill_memory)
+    assert "error: out of memory; use smaller images" in call("train", "--data", "digits", *here, code=1)
+
     def fail(*args, **kwargs):
         raise NotFiniteError("the loss is not finite at step 3")
 
     monkeypatch.setattr(sys.modules["tokamix.train"], "train", fail)
     assert call("train", "--data", "digits", *here, code=1) == "error: the loss is not finite at step 3"
+
+
+def test_lines_without_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at least every 30 s, also during an evaluation."""
+    monkeypatch.setattr(sys.modules[Display.__module__], "INTERVAL", 0.05)
+    display = Display("model on data", tmp_path, 2, 100, 0, {"top1": "top-1"}, quiet=False)
+    lines: list[str] = []
+    monkeypatch.setattr(display.console, "print", lambda text, **options: lines.append(text))
+    with display:
+        display.report({"epoch": 1, "loss": 2.3456, "images_per_second": 12345.6})
+        display.step(100)
+        until = time.monotonic() + 10
+        while len(lines) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+    assert lines[1] == "epoch 1/2  step 100/100  loss 2.3456  12,346 img/s"
 
 
 @pytest.mark.parametrize("width", [80, 160])

@@ -185,6 +185,14 @@ def test_foreign_folders_are_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").read_bytes() == b"somebody's"
 
 
+def test_unused_images_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "a", data=tiny_data(train=30), epochs=2, quiet=False)
+    line = "each epoch leaves out 14 of 30 images, different ones each time, which do not fill a batch of 16;"
+    assert f"{line} --batch-size 15 leaves out 0" in capsys.readouterr().out
+    run(tmp_path / "b", epochs=2, quiet=False)
+    assert "leaves out" not in capsys.readouterr().out
+
+
 def test_five_lines(tmp_path: Path) -> None:
     result = train("columnar_tiny_sima", tiny_data(), "small", tmp_path / "a", quiet=True, device="cpu", overrides={
         "epochs": 2, "warmup_epochs": 0, "batch_size": 16, "image_size": 16, "precision": "fp32", "compile": False,
@@ -203,6 +211,10 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run(tmp_path / "a", network="vgg11", model_kwargs={}, drop_path=0.1)
     with pytest.raises(ValueError, match="the model has 7 classes, but the data has 4"):
         run(tmp_path / "a", network=timm.create_model("test_resnet", num_classes=7))
+    for outputs, text in ((7, r"the shape \(16, 7\)"), (1, r"the shape \(16, 1\)")):
+        own = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, outputs))
+        with pytest.raises(ValueError, match=rf"output has {text}, but must be \(batch, 4\)"):
+            run(tmp_path / "a", network=own, model_kwargs={})
     with pytest.raises(ValueError, match="overrides need the name of a recipe"):
         run(tmp_path / "a", overrides=["lr=1"])
     with pytest.raises(ValueError, match="device is 'tpu', but must be cpu, cuda or mps"):

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from tokamix.compare import Report
 
 console = Console()
+# texts of PyTorch's errors on the GPU and the CPU
+OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")
 METRICS = {"top1": "top-1", "miou": "mIoU", "box_ap": "box AP", "mask_ap": "mask AP"}
 
 
@@ -31,6 +33,14 @@ def plain_errors() -> Iterator[None]:
         raise typer.Exit(130) from None
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        if os.environ.get("TOKAMIX_TRACEBACK"):
+            raise
+        raise typer.Exit(1) from None
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and not any(text in str(error) for text in OUT_OF_MEMORY):
+            raise
+        text = "out of memory; use smaller images or a smaller batch (--image-size, --batch-size)"
+        Console(stderr=True).print(f"[bold red]error:[/] {text}", highlight=False, soft_wrap=True)
         if os.environ.get("TOKAMIX_TRACEBACK"):
             raise
         raise typer.Exit(1) from None

@@ -49,7 +49,10 @@ def train(
     ] = None,
     pretrained: Annotated[bool, typer.Option("--pretrained", help="Start from timm's pretrained weights.")] = False,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
-    workers: Annotated[int, typer.Option(help="Processes that decode images.")] = min(8, os.cpu_count() or 1),
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Processes that decode images. Default: one per core, up to 8; a quarter of them on a CPU."),
+    ] = None,
     corrupt: Annotated[
         Literal["raise", "skip"], typer.Option(help="For images that cannot be decoded: stop, or skip them.")
     ] = "raise",
@@ -71,6 +74,7 @@ def train(
         import torch.distributed as dist
 
         from tokamix.train import train as run
+        from tokamix.train.setup.threads import default_workers
 
         shortcuts = {"epochs": epochs, "lr": lr, "batch_size": batch_size, "image_size": image_size, "seed": seed}
         if resume is not None and no_resume:
@@ -86,7 +90,7 @@ def train(
             pretrained=pretrained,
             resume=resume or not no_resume,
             device=device,
-            workers=workers,
+            workers=default_workers(device) if workers is None else workers,
             corrupt=corrupt,
             save_every=save_every,
             log_every=log_every,
@@ -99,5 +103,7 @@ def train(
         if dist.is_initialized():
             dist.destroy_process_group()
         if not quiet and os.environ.get("RANK", "0") == "0":
+            averaged = " (averaged weights)" if result.last["averaged"] else ""
             best = f"best {METRICS[result.metric]} {result.score:.2f} % in epoch {result.best['epoch']}"
+            best += f", last {result.last[result.metric]:.2f} %{averaged}"
             console.print(f"{best}; the run is in {result.folder}", highlight=False, soft_wrap=True)

@@ -35,6 +35,16 @@ class DatasetSplits:
     task: str = "classify"
 
     @property
+    def title(self) -> str:
+        """The name for people and for publication: of a path only the last part, without folders of the machine."""
+        kind, colon, rest = self.name.partition(":")
+        if kind == "hf" or "/" not in self.name:
+            return self.name
+        prefix, paths = (kind + colon, rest) if kind in ("coco", "masks", "wds") else ("", self.name)
+        paths = paths.partition("?")[0]
+        return prefix + ",".join(part.rstrip("/").rpartition("/")[2] for part in paths.split(","))
+
+    @property
     def num_classes(self) -> int:
         """Number of classes."""
         return len(self.classes)

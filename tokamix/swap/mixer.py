@@ -44,6 +44,8 @@ def swap_mixer(
         ValueError: if the mixer is unknown, nothing can be replaced, or the channels of an attention do not divide into
             `num_heads`. The model is unchanged then.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"swap_mixer changes a model, not {model!r}; create it first, with tokamix.create_model(name)")
     if to not in MIXERS:
         raise ValueError(f"unknown mixer {to!r}: with the host's projections swap_mixer supports {', '.join(MIXERS)}")
     hosts: dict[str, tuple[Any, Adapter]] = {

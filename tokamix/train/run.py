@@ -8,11 +8,13 @@ from typing import Any, Literal
 
 from torch import nn
 
-from tokamix.data import DatasetSplits
+from tokamix.data import DatasetSplits, Loader
+from tokamix.data.loading import WorkerLoader
 from tokamix.inference import load_model
 from tokamix.recipes import Recipe, load_overrides, load_recipe
 from tokamix.train.loop.engine import Engine, Options
 from tokamix.train.loop.state import read_state
+from tokamix.train.output.card import Facts
 from tokamix.train.output.progress import Display
 from tokamix.train.output.run_folder import Row, RunFolder, changed_settings, lock_run_folder
 from tokamix.train.output.trackers import Trackers
@@ -26,6 +28,7 @@ from tokamix.train.setup.accelerator import (
     release,
     synchronise_batch_norm,
 )
+from tokamix.train.setup.threads import batch_macs, choose_threads, is_set_by_user, set_threads, usable_cores
 from tokamix.train.tasks.task import LoaderOptions, Task, create_task
 
 
@@ -39,12 +42,15 @@ class RunResult:
             whether the weights are averaged.
         epochs: one row per epoch; metrics of the validation data only in epochs with an evaluation.
         metric: the metric that selects the best weights: "top1", "miou", "mask_ap" or "box_ap".
+        last: the last evaluation, of the averaged weights if EMA is on, with the keys of `best`. The best epoch is
+            chosen on the validation data, which makes its metrics optimistic; these are not.
     """
 
     folder: Path
     best: Row = field(default_factory=dict)
     epochs: list[Row] = field(default_factory=list)
     metric: str = "top1"
+    last: Row = field(default_factory=dict)
 
     @property
     def score(self) -> float:
@@ -111,6 +117,7 @@ def train(
         wandb: a project of Weights & Biases to log to as well.
         quiet: print nothing.
     """
+    _check_counts(save_every=save_every, log_every=log_every, workers=workers, skip_nan=skip_nan)
     if not isinstance(resume, bool):
         output, recipe = _resumed_run(Path(resume), output, recipe)
     recipe = _resolve_recipe(model, recipe, task if isinstance(task, str) else None, overrides)
@@ -119,7 +126,7 @@ def train(
     accelerator = create_accelerator(recipe, device, precision=load_overrides(overrides).get("precision"))
     main = accelerator.is_main_process
     job = task(recipe, data) if callable(task) else create_task(recipe, data)
-    network = job.create_model(model, checkpoint, pretrained)
+    network = _create_model(job, model, checkpoint, pretrained)
     config = job.config() | {"precision": accelerator.mixed_precision.replace("no", "fp32")}
     settings = {**recipe.to_dict(), "model": job.title(), "data": job.splits.name}
     if isinstance(model, nn.Module):
@@ -131,6 +138,19 @@ def train(
         rank, world_size = accelerator.process_index, accelerator.num_processes
         micro_batch = recipe.micro_batch(world_size)
         loaders = job.create_loaders(LoaderOptions(micro_batch, rank, world_size, accelerator.device, workers, corrupt))
+        threads = None
+        if accelerator.device.type == "cpu" and not is_set_by_user():
+            threads = _choose_threads(network, loaders[0], recipe, micro_batch, state)
+        stack.enter_context(set_threads(threads))
+        body: Any = getattr(getattr(network, "backbone", None), "body", network)
+        facts = Facts(
+            model=job.title(),
+            data=job.splits.title,
+            parameters=sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad),
+            images=(loaders[0].dataset_size, loaders[1].dataset_size),
+            metrics=job.metric_names,
+            paper=getattr(body, "pretrained_cfg", None) or {},
+        )
         job.prepare(network, accelerator)
         batch_norm = synchronise_batch_norm(network, recipe)
         wrapped, core, optimizer = distribute(accelerator, network, recipe, fsdp)
@@ -152,21 +172,24 @@ def train(
         trackers = None
         if main and not engine.finished:
             trackers = stack.enter_context(closing(Trackers(folder.path, engine.update, settings, wandb)))
-        title = f"{job.title()} on {job.splits.name}"
+        title = f"{job.title()} on {job.splits.title}"
         names, epochs = job.metric_names, recipe.num_epochs
         display = Display(title, folder.path, epochs, engine.steps, engine.update, names, quiet or not main)
-        if batch_norm:
-            display.say(batch_norm)
+        unused = _describe_unused_images(loaders[0].dataset_size, len(loaders[0]), recipe, world_size)
+        cpu = f"CPU threads: {threads} of {usable_cores()} cores; OMP_NUM_THREADS changes it" if threads else None
+        for line in filter(None, (batch_norm, unused, cpu)):
+            display.say(line)
         engine.fit(
             display,
             trackers,
-            lambda best: folder.publish(job.config(), recipe, job.splits.name, best, names),
+            lambda best: folder.publish(job.config(), recipe, best, facts),
         )
         engine.write_report()
     accelerator.wait_for_everyone()
     if trained:  # last, without Accelerate's autocast around the model
         engine.check_saved()
-    return RunResult(folder.path, engine.best or {}, folder.epochs, job.metric)
+    best = engine.best or {}
+    return RunResult(folder.path, best, folder.epochs, job.metric, folder.last_evaluation(best) if best else {})
 
 
 def _resumed_run(run: Path, output: str | Path | None, recipe: str | Recipe | None) -> tuple[Path, str | Recipe]:
@@ -176,6 +199,52 @@ def _resumed_run(run: Path, output: str | Path | None, recipe: str | Recipe | No
     if output is not None and Path(output) != run:
         raise ValueError(f"--output {output} and --resume {run} name two folders; leave --output out")
     return run, recipe or str(run / "recipe.yaml")
+
+
+def _check_counts(**values: int | None) -> None:
+    """Refuse numbers of steps or workers that are too small."""
+    for name, value in values.items():
+        least = 1 if name.endswith("every") else 0
+        if value is not None and value < least:
+            option = name.replace("_", "-")
+            raise ValueError(f"{name} is {value}, but must be at least {least}; change --{option}, or leave it out")
+
+
+def _create_model(job: Task, model: str | nn.Module | None, checkpoint: str | Path | None, pretrained: bool) -> Any:
+    """Create the model; timm's error about missing weights becomes a sentence."""
+    try:
+        return job.create_model(model, checkpoint, pretrained)
+    except RuntimeError as error:
+        if "No pretrained weights exist" not in str(error):
+            raise
+        name = str(error).split(" for ", 1)[-1].split()[0].rstrip(".")
+        raise ValueError(
+            f"there are no pretrained weights for {name}; leave out --pretrained, or give weights with --checkpoint"
+        ) from error
+
+
+def _describe_unused_images(size: int, batches: int, recipe: Recipe, world_size: int) -> str | None:
+    """A line about the images of each epoch that do not fill a batch, if these are over 1 % of the data."""
+    parts = 1 if recipe.iterations else recipe.accumulate  # an evaluation interval of iterations cuts no batches off
+    unused = size - batches // parts * parts * recipe.micro_batch(world_size) * world_size
+    if unused <= size / 100:
+        return None
+    steps, multiple = -(-size // recipe.batch_size), world_size * recipe.accumulate
+    better = size // steps // multiple * multiple
+    cure = f"; --batch-size {better} leaves out {size - steps * better}" if size - steps * better < unused else ""
+    return (
+        f"each epoch leaves out {unused} of {size:,} images, different ones each time, which do not fill a batch of"
+        f" {recipe.batch_size}{cure}"
+    )
+
+
+def _choose_threads(network: nn.Module, loader: Loader, recipe: Recipe, micro_batch: int, state: Any) -> int:
+    """The CPU threads of the run; a resumed one keeps its number, because the last bits of its weights depend on it."""
+    if state is not None and "threads" in state[1]:
+        return min(state[1]["threads"], usable_cores())
+    size = getattr(recipe, "image_size", None)
+    macs = batch_macs(network, size, micro_batch) if size else float("inf")  # dense tasks have large images
+    return choose_threads(macs, usable_cores(), loader.loader.num_workers if isinstance(loader, WorkerLoader) else 0)
 
 
 def _lock(stack: ExitStack, lock: AbstractContextManager[Path], main: bool) -> Path:

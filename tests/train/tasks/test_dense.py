@@ -121,7 +121,7 @@ def test_the_folder(tmp_path: Path) -> None:
     with Image.open(tmp_path / "a" / "predictions" / "epoch_0006.png") as sheet:
         assert sheet.size[0] > 3 * 320
     card = (tmp_path / "a" / "README.md").read_text()
-    assert "`semantic_fpn` with the backbone `test_resnet`" in card
+    assert "`semantic_fpn with test_resnet`" in card
     assert "| miou |" in card
     run("segment", tmp_path / "a", data, iterations=1, eval_every=1, resume=False)
     assert [p.name for p in (tmp_path / "a" / "predictions").iterdir()] == ["epoch_0001.png"]

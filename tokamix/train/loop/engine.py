@@ -338,6 +338,7 @@ class Engine:
         scaler = self.accelerator.scaler
         rest = {key: getattr(self, key) for key in COUNTERS}
         rest |= {"settings": self.settings, "steps": self.steps, "optimizer": optimizer}
+        rest["threads"] = torch.get_num_threads()
         rest["scaler"] = scaler.state_dict() if scaler is not None else None
         if self.main:
             self.folder.write_weights("last", groups["model"])

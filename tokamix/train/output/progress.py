@@ -1,5 +1,7 @@
 """The progress of a run on a terminal, in 80 columns."""
 
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -9,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 COLUMNS = 80
+INTERVAL = 30.0  # seconds without a line, where there is no terminal
 
 
 class Display:
@@ -42,6 +45,8 @@ class Display:
             refresh_per_second=4,
             disable=quiet or not self.console.is_terminal,
         )
+        self.update, self.printed_at, self.ended = update, time.monotonic(), threading.Event()
+        self.prints_lines = not quiet and not self.console.is_terminal
         if update:
             self.say(f"{title}: resuming {folder} after step {update} of {epochs * steps}")
         else:
@@ -50,15 +55,19 @@ class Display:
 
     def __enter__(self) -> Self:
         self.bar.__enter__()
+        if self.prints_lines:
+            threading.Thread(target=self._print_regularly, daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.ended.set()
         self.bar.__exit__(kind, error, trace)
 
     def step(self, update: int) -> None:
         """Move the bar."""
+        self.update = update
         self.bar.update(self.task, completed=update)
 
     def report(self, row: dict[str, Any]) -> None:
@@ -82,8 +91,26 @@ class Display:
         parts += ["best"] if is_best else []
         self.say(_join([*parts, f"{row['seconds']:.1f} s", f"{row['images_per_second']:,.0f} img/s"], COLUMNS))
 
+    def _print_regularly(self) -> None:
+        """Print a line when nothing was printed for 30 s, also during a long evaluation or compilation."""
+        while not self.ended.wait(max(0.0, self.printed_at + INTERVAL - time.monotonic())):
+            if time.monotonic() >= self.printed_at + INTERVAL:
+                self.say(self._line())
+
+    def _line(self) -> str:
+        """The position in the run and the last metrics."""
+        epoch, step = divmod(self.update, self.steps)
+        if self.update and not step:
+            epoch, step = epoch - 1, self.steps
+        parts = [f"epoch {epoch + 1}/{self.epochs}", f"step {step}/{self.steps}"]
+        if self.last is not None:
+            parts += [f"loss {self.last['loss']:.4f}", *self.metrics[:1]]
+            parts.append(f"{self.last['images_per_second']:,.0f} img/s")
+        return _join(parts, COLUMNS)
+
     def say(self, text: str) -> None:
         """Print a line above the bar."""
+        self.printed_at = time.monotonic()
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

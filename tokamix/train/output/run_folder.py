@@ -30,7 +30,7 @@ from PIL.Image import Image
 from tokamix.files import WriteError, write_atomically, write_json, write_tensors, write_text
 from tokamix.recipes import Recipe
 from tokamix.train.loop.state import Tensors, read_header
-from tokamix.train.output.card import create_card
+from tokamix.train.output.card import Facts, create_card
 from tokamix.train.output.curves import draw_curves
 from tokamix.train.output.lock import LockedError, is_locked, lock_folder
 
@@ -117,11 +117,35 @@ class RunFolder:
             if other.stem not in kept:
                 other.unlink()
 
-    def publish(self, config: Row, recipe: Recipe, data: str, best: Row | None, names: Mapping[str, str]) -> None:
+    def publish(self, config: Row, recipe: Recipe, best: Row | None, facts: Facts) -> None:
         """Write the files for people: curves and model card."""
+        names = facts.metrics
         if self.epochs and find_spec("matplotlib"):  # an extra; metrics.csv has the same numbers
             write_atomically(self.path / "curves.png", lambda temporary: draw_curves(self.epochs, temporary, names))
-        write_text(self.path / "README.md", create_card(self.path.name, config, recipe, data, best))
+        results = {"best": best, "last": self.last_evaluation(best)} if best else {}
+        if recipe.select == "last":
+            results.pop("best", None)
+        card = create_card(self.path.name, config, recipe, facts, results, self._describe_training())
+        write_text(self.path / "README.md", card)
+
+    def last_evaluation(self, best: Row) -> Row:
+        """The last evaluation, of the averaged weights if there are any, with the keys of the best one."""
+        keys = [key for key in best if key not in ("epoch", "averaged")]
+        row = next((row for row in reversed(self.epochs) if keys[0] in row), None)
+        if row is None:  # rank 0 alone has the epochs
+            return {}
+        prefix = "ema_" if f"ema_{keys[0]}" in row else ""
+        return {key: row[prefix + key] for key in keys} | {"epoch": row["epoch"], "averaged": bool(prefix)}
+
+    def _describe_training(self) -> str:
+        """Hardware, time and versions, in words."""
+        environment = json.loads((self.path / "environment.json").read_text())
+        processes = f"{environment['processes']} x " if environment["processes"] > 1 else ""
+        device = environment["device"].replace("cpu", "CPU")
+        seconds = sum(row["seconds"] for row in self.epochs)
+        spent = f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds:.0f} s"
+        versions = ", ".join(f"{name} {environment[name]}" for name in ("tokamix", "torch", "timm"))
+        return f"{processes}{device}, {len(self.epochs)} epochs in {spent} (evaluation not counted); {versions}"
 
     def can_resume(self, settings: Row) -> bool:
         """Whether this is an unfinished run with these settings."""

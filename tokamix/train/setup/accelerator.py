@@ -42,6 +42,8 @@ def create_accelerator(recipe: Recipe, device: str | None = None, *, precision: 
         raise ValueError(f"device is {device!r}, but must be cpu, cuda or mps; CUDA_VISIBLE_DEVICES selects GPUs")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("PyTorch finds no GPU; `tokamix info` shows why, --device cpu trains without one")
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("PyTorch finds no MPS device on this machine; --device cpu trains without one")
     cpu = device == "cpu" or (device is None and not (torch.cuda.is_available() or torch.backends.mps.is_available()))
     chosen = precision or ("fp32" if cpu else recipe.precision)
     if cpu and chosen == "fp16":

@@ -156,8 +156,18 @@ class Classify:
         """Compute the loss of a batch, and the scalars to log."""
         images, target = self.mix(images, labels, position)
         logits = model(images)
+        self.check_outputs(logits)
         loss = self.cross_entropy(logits, target)
         return loss, {"loss": loss, **self.accuracy(logits, target)}
+
+    def check_outputs(self, logits: Any) -> None:
+        """Refuse a module whose outputs are not one number per class."""
+        if not isinstance(logits, Tensor) or logits.shape[1:] != (self.splits.num_classes,):
+            outputs = f"the shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+            raise ValueError(
+                f"the model's output has {outputs}, but must be (batch, {self.splits.num_classes}): one number for each"
+                " class of the data"
+            )
 
     def mix(self, images: Tensor, labels: Tensor, position: Position) -> tuple[Tensor, Tensor]:
         """Apply mixup and CutMix: labels become distributions; without them both are returned unchanged."""
