@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tokamix.mixers.heads import HeadMixer, full_precision, segment_means
+from tokamix.ops import dispatch
 
 
 @full_precision
@@ -28,7 +29,10 @@ def soft_attention(
     q = q * q.shape[-1] ** -0.25
     rows, columns = (segment_means(n, cells, like=q) for n in grid)
     by_rows = rows @ q.unflatten(-2, grid).flatten(-2)  # (B, heads, cells, W*D)
-    landmarks = (columns @ by_rows.unflatten(-1, (grid[1], q.shape[-1]))).flatten(-3, -2)  # (B, heads, cells^2, D)
+    # unfold: torch.export cannot prove that W * D divides into (W, D) for every W
+    dim = q.shape[-1]
+    by_rows = by_rows.unfold(-1, dim, dim) if dispatch.is_exporting() else by_rows.unflatten(-1, (grid[1], dim))
+    landmarks = (columns @ by_rows).flatten(-3, -2)  # (B, heads, cells^2, D)
     among = gaussian_kernel(landmarks, landmarks)
     to_landmarks = gaussian_kernel(q, landmarks)  # (B, heads, N, cells^2)
     inverse = newton_inverse(among, iterations)

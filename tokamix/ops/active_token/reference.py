@@ -68,7 +68,8 @@ def _interpolate(x: Tensor, plan: GatherPlan) -> Tensor:
     """Linear interpolation between the rows of x that a plan selects."""
     index, fractions = plan
     rows = _pad(x).reshape(-1, x.shape[-1] // index.shape[-1])
-    seen = _read(rows, index.flatten()).view(*index.shape[:-1], x.shape[-1])
+    # not one view: torch.export cannot prove that W * G rows divide into (W, G) for every W
+    seen = _read(rows, index.flatten()).view(-1, x.shape[-1]).view(*index.shape[:-1], x.shape[-1])
     for fraction in fractions:
         left, right = seen.to(fraction.dtype)
         seen = torch.lerp(left, right, fraction)

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tokamix.ops import dispatch
 from tokamix.ops.precision import no_autocast
 
 EPS = 1e-12
@@ -64,6 +65,8 @@ def to_cells(x: Tensor, cell: Cell) -> Tensor:
     # always while compiling: a branch would specialise the graph to divisible sizes, and empty padding is free there
     if torch.compiler.is_compiling() or pad_h or pad_w:
         x = F.pad(x, (0, 0, 0, pad_w, 0, pad_h))
+    if dispatch.is_exporting():  # unfold: torch.export cannot prove that 8 * q divides into (q, 8) for every q
+        return x.unfold(1, cell[0], cell[0]).unfold(2, cell[1], cell[1]).permute(0, 1, 2, 4, 5, 3).flatten(3, 4)
     return x.unflatten(2, (q, cell[1])).unflatten(1, (p, cell[0])).transpose(2, 3).flatten(3, 4)
 
 
