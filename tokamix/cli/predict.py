@@ -80,17 +80,21 @@ def _print(text: str) -> None:
 
 
 def _table(predictions: list["Prediction"]) -> Table:
-    """Image, best class and its score, further classes."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("image", no_wrap=True)
-    table.add_column("class", overflow="ellipsis", no_wrap=True)
-    table.add_column("score", justify="right", no_wrap=True)
-    table.add_column("next", overflow="ellipsis", no_wrap=True, style="dim")
+    """Image, best class and its score, and as many of the further classes as fit into the terminal's width."""
+    rows = []
     for prediction in predictions:
         assert prediction.scores is not None
         percents = [f"{100 * score:.1f} %" for score in prediction.scores.tolist()]
         rest = ", ".join(f"{n} {s}" for n, s in zip(prediction.names[1:], percents[1:], strict=True))
-        table.add_row(escape(_shorten(prediction.image)), escape(prediction.names[0]), percents[0], escape(rest))
+        rows.append([_shorten(prediction.image), prediction.names[0], percents[0], rest])
+    titles = ["image", "class", "score", "next"]
+    used = sum(max(map(len, column)) + 2 for column in list(zip(titles, *rows, strict=True))[:3])
+    room = max(10, console.width - used)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in titles:
+        table.add_column(title, no_wrap=True, justify="right" if title == "score" else "left")
+    for *cells, rest in rows:
+        table.add_row(*map(escape, cells), f"[dim]{escape(rest if len(rest) <= room else rest[: room - 1] + '…')}[/]")
     return table
 
 
