@@ -184,7 +184,7 @@ class WorkerLoader(Loader):
     def _check(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Report images that could not be decoded and workers that died."""
         try:
-            for *parts, problems in loader:
+            for *parts, problems in _start_workers(loader):
                 for name, problem in problems.items():
                     if self.corrupt == "raise":
                         raise DataError(f"{problem}; remove it, or skip such images (--corrupt skip, corrupt='skip')")
@@ -215,6 +215,17 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 def _identity(batch: Any) -> Any:
     return batch
+
+
+def _start_workers(loader: Iterable[Any]) -> Iterator[Any]:
+    """Start the workers with signals blocked, which they inherit: one that comes before they ignore it kills them."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        return iter(loader)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _leave_signals_to_parent(worker: int) -> None:
