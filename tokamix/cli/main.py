@@ -17,6 +17,7 @@ from tokamix.cli.models import models
 from tokamix.cli.predict import predict
 from tokamix.cli.recipes import recipes
 from tokamix.cli.train import train
+from tokamix.cli.transfer import transfer
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
@@ -40,6 +41,7 @@ for name, command in (
     ("train", train),
     ("eval", eval_),
     ("predict", predict),
+    ("transfer", transfer),
     ("models", models),
     ("recipes", recipes),
     ("compare", compare),
