@@ -34,9 +34,10 @@ ORDER = (
         "ops",
         "layers",
         "mixers",
+        "cost",
         "swap",
     ),
-    *("cost", "models", "checkpoint", "inference", "recipes", "data", "dense", "predict", "evaluate", "train"),
+    *("models", "checkpoint", "inference", "recipes", "data", "dense", "predict", "evaluate", "train"),
     *("explain", "bench", "compare", "demo", "cli", "__main__"),
 )
 # `load_model` imports the dense models inside the function: only users of segmenters and detectors load them
