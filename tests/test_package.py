@@ -37,7 +37,7 @@ ORDER = (
         "swap",
     ),
     *("cost", "models", "checkpoint", "inference", "recipes", "data", "dense", "predict", "evaluate", "train"),
-    *("explain", "bench", "compare", "demo", "cli", "__main__"),
+    *("explain", "bench", "study", "compare", "demo", "cli", "__main__"),
 )
 # `load_model` imports the dense models inside the function: only users of segmenters and detectors load them
 DEFERRED = {"inference.py imports tokamix.dense.saved"}
