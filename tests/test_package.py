@@ -45,7 +45,7 @@ PUBLIC = {
     *("create_model", "list_models", "create_body", "create_mixer", "create_segmenter", "create_detector"),
     *("train", "evaluate", "predict", "load_recipe", "list_recipes", "create_dataset", "swap_mixer"),
     *("insert_context_broadcast", "remove_context_broadcast", "load_checkpoint", "count_macs", "count_exp"),
-    *("InferenceConfig", "compare"),
+    *("InferenceConfig", "compare", "evaluate_robustness"),
 }
 
 

@@ -20,7 +20,7 @@ def decode_once(source: str, task: str, folder: Path) -> str:
     if path.exists():
         return str(path)
     splits = create_dataset(source)
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}
     for name in ("train", "val"):
         if (pair := getattr(splits, name).arrays()) is None:
             return source
