@@ -164,7 +164,7 @@ class Swapped(nn.Module):
             self.window_size = window_size
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        kind = type(self)  # made at run time, so pickle and copy make it again
+        kind: Any = type(self)  # made at run time, so pickle and copy make it again
         return _restore, (kind.host, kind.adapter, kind.kind), self.__dict__
 
 

@@ -23,6 +23,11 @@ DOWN: dict[str, Any] = {"layout": "other", "note": RELATIVE}
 POOL: dict[str, Any] = {"layout": "other", "class_attention": True}
 
 
+def _set_heads(host: Any) -> None:
+    """Here the host's own number of heads can change."""
+    host.num_heads = getattr(host.mixer, "num_heads", None) or host.num_heads
+
+
 def _no_relative(host: Any) -> None:
     """SAM's attention has a flag for its relative positions."""
     host.use_rel_pos = host.use_rel_pos and host.rel_pos_h is not None
@@ -40,7 +45,7 @@ def _tnt_prefix(name: str) -> int:
 
 
 ADAPTERS: dict[str, Adapter] = {
-    "timm.layers.attention.Attention": Adapter(forwards.attention),
+    "timm.layers.attention.Attention": Adapter(forwards.attention, prepare=_set_heads),
     "timm.layers.attention.AttentionRope": Adapter(),
     "timm.layers.diff_attention.DiffAttention": Adapter(
         note="differential attention is now the difference of two products of the new mixer"
