@@ -399,9 +399,12 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     return out
 
 
+# what a network needs that learns from some thousand images
+SMALL_DATA = {"stem": "conv", "conv_pos": True, "weight_init": "fan_in", "scale_residual": True}
 BODIES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "columnar_tiny": (ColumnarBody, {"dim": 192, "num_heads": 3}),
     "columnar_small": (ColumnarBody, {"dim": 384, "num_heads": 6}),
+    "pyramid_nano": (PyramidBody, {"dims": (48, 96, 144), "depths": (2, 4, 2), "num_heads": (2, 4, 6)} | SMALL_DATA),
     "pyramid_tiny": (PyramidBody, {"dims": (48, 96, 192, 384)}),
     "pyramid_small": (PyramidBody, {"dims": (96, 192, 384, 768)}),
 }
