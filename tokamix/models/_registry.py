@@ -10,7 +10,7 @@ from typing import Any
 import timm
 from timm.models import model_entrypoint, split_model_name_tag
 
-from tokamix._construction import record_creation
+from tokamix._construction import RECORD, record_creation
 from tokamix._hints import suggest
 from tokamix._hub import hub_access
 from tokamix.cost import count_macs
@@ -35,7 +35,7 @@ def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> Any:
         raise ValueError(f"there is no model {name!r}; {hint}")
     with hub_access(f"the pretrained model {name}") if pretrained else nullcontext():
         model = timm.create_model(name, pretrained=pretrained, **kwargs)
-    if ":" not in name:  # folders and the Hub have arguments of their own
+    if ":" not in name and not hasattr(model, RECORD):  # folders, the Hub and bodies have arguments of their own
         record_creation(model, arch, kwargs)
     return model
 
