@@ -82,14 +82,16 @@ class WeightDecaySchedule:
     """Weight decay that follows a cosine from the recipe's `weight_decay` to `weight_decay_end`, if that is set."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+        self.optimizer = optimizer  # not its groups: loading a state replaces them
         self.start, self.end = recipe.weight_decay, recipe.weight_decay_end
-        decayed = [group for group in optimizer.param_groups if group["weight_decay"]]
-        self.groups = [] if self.end is None else decayed
 
     def set_progress(self, progress: float) -> None:
         """Set the optimizer's weight decay for this fraction of the run."""
-        for group in self.groups:
-            group["weight_decay"] = cosine(self.start, self.end or 0.0, progress)
+        if self.end is None:
+            return
+        for group in self.optimizer.param_groups:
+            if group["weight_decay"]:  # others have none at any time
+                group["weight_decay"] = cosine(self.start, self.end, progress)
 
 
 def cosine(start: float, end: float, progress: float) -> float:
