@@ -36,8 +36,8 @@ ORDER = (
         "mixers",
         "swap",
     ),
-    *("cost", "models", "checkpoint", "inference", "recipes", "data", "dense", "predict", "evaluate", "train"),
-    *("explain", "bench", "study", "compare", "demo", "cli", "__main__"),
+    *("cost", "models", "checkpoint", "inference", "recipes", "data", "dense", "predict", "embed", "evaluate"),
+    *("train", "explain", "bench", "study", "compare", "demo", "cli", "__main__"),
 )
 # `load_model` imports the dense models inside the function: only users of segmenters and detectors load them
 DEFERRED = {"inference.py imports tokamix.dense.saved"}
