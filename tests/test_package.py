@@ -37,8 +37,8 @@ ORDER = (
         "cost",
         "swap",
     ),
-    *("models", "checkpoint", "inference", "recipes", "data", "dense", "predict", "evaluate", "train"),
-    *("explain", "bench", "study", "compare", "demo", "cli", "__main__"),
+    *("models", "checkpoint", "inference", "recipes", "data", "dense", "predict", "embed", "evaluate"),
+    *("train", "explain", "bench", "study", "compare", "demo", "cli", "__main__"),
 )
 # `load_model` imports the dense models inside the function: only users of segmenters and detectors load them
 DEFERRED = {"inference.py imports tokamix.dense.saved"}
