@@ -34,10 +34,11 @@ ORDER = (
         "ops",
         "layers",
         "mixers",
+        "cost",
         "swap",
     ),
-    *("cost", "models", "checkpoint", "inference", "recipes", "data", "dense", "predict", "evaluate", "train"),
-    *("transfer", "explain", "bench", "compare", "demo", "cli", "__main__"),
+    *("models", "checkpoint", "inference", "recipes", "data", "dense", "predict", "embed", "evaluate"),
+    *("train", "transfer", "explain", "bench", "study", "compare", "demo", "cli", "__main__"),
 )
 # `load_model` imports the dense models inside the function: only users of segmenters and detectors load them
 DEFERRED = {"inference.py imports tokamix.dense.saved"}
