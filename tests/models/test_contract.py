@@ -23,7 +23,7 @@ from tokamix.models.swapped import VARIANTS
 REGISTERED = {
     "amixer": 4,
     "atmnet": 5,
-    "bodies": 56,
+    "bodies": 70,
     "cvt": 1,
     "localvit": 1,
     "pvt": 4,
@@ -149,7 +149,7 @@ def check_cfg(name: str) -> None:
     parameters = dict(model.named_parameters())
     for layer in (cfg.first_conv, cfg.classifier):
         assert f"{layer}.weight" in parameters, layer
-    features = model.forward_features(torch.empty(1, 3, 224, 224, device="meta"))
+    features = model.forward_features(torch.empty(1, *cfg.input_size, device="meta"))
     assert cfg.pool_size == (tuple(features.shape[1:3]) if features.ndim == 4 else None)
     assert model.output_fmt in ("NHWC", "NLC")
 
