@@ -37,7 +37,7 @@ ORDER = (
         "cost",
         "swap",
     ),
-    *("models", "checkpoint", "inference", "recipes", "data", "dense", "predict", "embed", "evaluate"),
+    *("models", "checkpoint", "inference", "recipes", "data", "dense", "predict", "embed", "evaluate", "vqa"),
     *("train", "transfer", "explain", "bench", "study", "compare", "demo", "cli", "__main__"),
 )
 # `load_model` imports the dense models inside the function: only users of segmenters and detectors load them

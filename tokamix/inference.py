@@ -277,6 +277,8 @@ def _load_folder(path: Path) -> tuple[Any, InferenceConfig]:
         raise ValueError(f"{path} holds weights of an unknown architecture; name it with --model")
     if not values:
         raise FileNotFoundError(f"{path} is neither a run's folder nor a timm model's: it has no config.json")
+    if values.get("task") == "vqa":
+        raise ValueError(f"{folder} holds a ViLT that answers questions; load it with tokamix.vqa.load_vqa")
     weights = path if path.is_file() else folder / "model.safetensors"
     if path.is_dir() and not weights.is_file() and not (folder / "pytorch_model.bin").is_file():
         raise FileNotFoundError(f"{folder} has no model.safetensors; has the run finished its first evaluation?")

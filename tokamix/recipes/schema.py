@@ -66,7 +66,7 @@ class Recipe:
         name: name of the recipe.
         source: the paper, its section and table row; or "ours".
         data: the data set of that row; a hint only, since the command names the data.
-        task: classify, segment, detect or dino.
+        task: classify, segment, detect, dino or vqa.
         model: name of the model, or of the backbone in segment and detect; the command may name another.
         model_kwargs: arguments of that model; `{}` for a model that does not accept them.
         finetune: training starts from trained weights.
@@ -483,11 +483,37 @@ class DinoRecipe(Recipe):
         return super()._conflict()
 
 
+@dataclass(frozen=True, kw_only=True)
+class VqaRecipe(Recipe):
+    """How a ViLT is fine-tuned to answer questions about images.
+
+    Attributes:
+        printed: the numbers in percent that the paper prints for this row.
+        context_broadcast: kind of context broadcasting inserted into each block; none: the model as it is.
+        min_answer_count: questions that an answer must have to become a class; 9 gives VQAv2's 3,129 answers.
+        head_lr_scale: factor on the learning rate of the new head.
+    """
+
+    task: Literal["vqa"] = "vqa"
+    printed: dict[str, Percent] = field(default_factory=dict)
+    context_broadcast: Literal["cb", "cbs", "gate", "hybrid"] | None = None
+    min_answer_count: Count = 9
+    head_lr_scale: Positive = 1.0
+
+    def _conflict(self) -> str | None:
+        if self.compile:
+            return "compile is not supported for task vqa; set it to false"
+        if self.head_lr_scale != 1 and self.optimizer in ("muon", "nmuon"):
+            return f"head_lr_scale is not supported by {self.optimizer}; set it to 1"
+        return super()._conflict()
+
+
 RECIPES: dict[str, type[Recipe]] = {
     "classify": ClassifyRecipe,
     "segment": SegmentRecipe,
     "detect": DetectRecipe,
     "dino": DinoRecipe,
+    "vqa": VqaRecipe,
 }
 
 

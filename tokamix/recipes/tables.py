@@ -70,6 +70,7 @@ def fill(page: str) -> str:
         "recipes": markdown((*TITLES[:4], "top-1", TITLES[5]), rows("classify")),
         "dense recipes": markdown(TITLES, rows("segment", "detect")),
         "self-supervised recipes": markdown(TITLES, rows("dino")),
+        "question answering recipes": markdown(TITLES, rows("vqa")),
         "keys": markdown(("key", "task", "default", "meaning"), key_rows()),
     }
     for name, table in tables.items():

@@ -73,7 +73,9 @@ def train(
     recipe: str | Recipe | None = None,
     output: str | Path | None = None,
     *,
-    task: Literal["classify", "segment", "detect", "dino"] | Callable[[Any, str | DatasetSplits], Task] | None = None,
+    task: Literal["classify", "segment", "detect", "dino", "vqa"]
+    | Callable[[Any, str | DatasetSplits], Task]
+    | None = None,
     overrides: Sequence[str] | Mapping[str, Any] = (),
     checkpoint: str | Path | None = None,
     pretrained: bool = False,
@@ -96,7 +98,7 @@ def train(
             the backbone in segmentation and detection.
         data: a source as in `tokamix.create_dataset`, or the result of it.
         recipe: a name of `tokamix.list_recipes()`, a YAML file, or a recipe; default: `small`, `small_segment`,
-            `small_detect` or `small_dino`.
+            `small_detect`, `small_dino` or `small_vqa`.
         output: the run's folder; default: the unfinished run with the same settings under runs/, else the next free
             one of runs/train, runs/train-2, ...
         task: default: the recipe's; or your own, a class or function that takes the recipe and the data, see `Task`.

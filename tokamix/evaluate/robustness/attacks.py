@@ -47,13 +47,15 @@ def pgd(
         gradient: of `loss_gradient` at the images, if it is known.
     """
     current = fgsm(model, images, labels, epsilon, gradient=gradient)
-    best, found = current, torch.zeros_like(labels, dtype=torch.bool)
+    left = torch.arange(len(labels), device=labels.device)  # images that are still classified correctly
     for _ in range(steps):
-        gradient, logits = loss_gradient(model, current, labels)
-        best = torch.where(found[:, None, None, None], best, current)
-        found |= logits.argmax(1) != labels
-        current = _attack_step(images, current, gradient, 2.5 * epsilon / steps, epsilon)
-    return torch.where(found[:, None, None, None], best, current)
+        gradient, logits = loss_gradient(model, current[left], labels[left])
+        robust = logits.argmax(1) == labels[left]
+        left, gradient = left[robust], gradient[robust]
+        if not len(left):
+            break
+        current[left] = _attack_step(images[left], current[left], gradient, 2.5 * epsilon / steps, epsilon)
+    return current
 
 
 @torch.enable_grad()

@@ -34,8 +34,10 @@ class Condition(NamedTuple):
 CLEAN = Condition("clean")
 
 
-def list_conditions(tests: Sequence[str], epsilons: Sequence[float]) -> list[Condition]:
-    """All conditions of the tests, after checking both arguments."""
+def list_conditions(
+    tests: Sequence[str], epsilons: Sequence[float] = EPSILONS, severities: Sequence[int] = SEVERITIES
+) -> list[Condition]:
+    """All conditions of the tests, after checking the arguments."""
     if unknown := [test for test in tests if test not in TESTS]:
         raise ValueError(f"there is no robustness test {unknown[0]!r}; choose from {', '.join(TESTS)}")
     for epsilon in epsilons:
@@ -43,10 +45,12 @@ def list_conditions(tests: Sequence[str], epsilons: Sequence[float]) -> list[Con
             raise ValueError(
                 f"epsilon is {epsilon:g}, but must be from 0 to 255, in units of 1/255 of the pixels' range"
             )
+    if wrong := [severity for severity in severities if severity not in SEVERITIES]:
+        raise ValueError(f"severity is {wrong[0]}, but must be one of 1, 2, 3, 4, 5")
     levels = {"occlusion": OCCLUSION, "patch_drop": PATCH_DROP, "fgsm": epsilons, "pgd": epsilons}
     conditions = [CLEAN, *(Condition(test, level) for test in tests for level in levels.get(test, ()))]
     if "corruptions" in tests:
-        conditions += [Condition("corruptions", level, kind) for kind in CORRUPTIONS for level in SEVERITIES]
+        conditions += [Condition("corruptions", level, kind) for kind in CORRUPTIONS for level in severities]
     return conditions
 
 

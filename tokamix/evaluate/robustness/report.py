@@ -6,7 +6,7 @@ robustness.png   curves of all models, accuracy by corruption, and confidence ag
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,19 +47,28 @@ class Row(NamedTuple):
 def summarize(result: RobustnessResult) -> list[Row]:
     """Rows of the table: every point of the curves, with corruptions averaged over their kinds, and ImageNet's sets."""
 
-    def row(label: str, *conditions: Condition) -> Row:
-        return Row(label, [mean_interval(_scores(model, conditions)) for model in result.models])
+    groups = group_conditions(list(result.models[0].scores))
+    return [
+        Row(label, [mean_interval(mean_scores(model, chosen)) for model in result.models])
+        for label, chosen in groups.items()
+    ]
 
-    first = result.models[0].scores
-    rows = [row("clean", CLEAN)]
+
+def group_conditions(conditions: Sequence[Condition]) -> dict[str, list[Condition]]:
+    """The conditions of each row of the table, by its label."""
+    groups = {"clean": [CLEAN]}
     for test, (title, _) in CURVES.items():
-        for level in _levels(first, test):
-            chosen = [condition for condition in first if condition[:2] == (test, level)]
-            rows.append(row(f"{title} {LEVELS[test].format(level)}", *chosen))
-    corruptions = [condition for condition in first if condition.test == "corruptions"]
-    if corruptions:
-        rows.append(row("Corruptions, all severities", *corruptions))
-    return rows + [row(condition.kind, condition) for condition in first if condition.test == "imagenet"]
+        for level in _levels(conditions, test):
+            label = f"{title} {LEVELS[test].format(level)}"
+            groups[label] = [condition for condition in conditions if condition[:2] == (test, level)]
+    if corruptions := [condition for condition in conditions if condition.test == "corruptions"]:
+        groups["Corruptions, all severities"] = corruptions
+    return groups | {condition.kind: [condition] for condition in conditions if condition.test == "imagenet"}
+
+
+def mean_scores(model: ModelRobustness, conditions: Sequence[Condition]) -> Tensor:
+    """Mean score of each image over some conditions."""
+    return torch.stack([model.scores[condition].double() for condition in conditions]).mean(0)
 
 
 def write_csv(result: RobustnessResult, folder: Path) -> None:
@@ -122,14 +131,14 @@ def _draw_kinds(panel: Any, result: RobustnessResult, test: str) -> None:
     for number, model in enumerate(result.models):
         for place, kind in enumerate(CORRUPTIONS):
             chosen = [c for c in model.scores if c.test == "corruptions" and c.kind == kind]
-            mean, low, high = mean_interval(_scores(model, chosen))
+            mean, low, high = mean_interval(mean_scores(model, chosen))
             at = place - 0.35 + (number + 0.5) * height
             colour = COLOURS[number % len(COLOURS)]
             panel.plot([low, high], [at, at], color=colour, alpha=0.5, linewidth=1.5)
             panel.plot(mean, at, marker="o", markersize=3, color=colour)
     panel.set_yticks(range(len(CORRUPTIONS)), [kind.replace("_", " ") for kind in CORRUPTIONS], fontsize=7)
     panel.invert_yaxis()
-    panel.set(title="By corruption", xlabel="accuracy (%), mean of 5 severities")
+    panel.set(title="By corruption", xlabel="accuracy (%), mean over severities")
 
 
 def _draw_calibration(panel: Any, result: RobustnessResult, test: str) -> None:
@@ -145,17 +154,12 @@ def _draw_calibration(panel: Any, result: RobustnessResult, test: str) -> None:
     panel.set(title="Calibration", xlabel="confidence (%)", ylabel="accuracy (%)", xlim=(0, 100), ylim=(0, 100))
 
 
-def _levels(scores: dict[Condition, Tensor], test: str) -> list[float]:
-    return sorted({condition.level for condition in scores if condition.test == test})
+def _levels(conditions: Iterable[Condition], test: str) -> list[float]:
+    return sorted({condition.level for condition in conditions if condition.test == test})
 
 
 def _curve(model: ModelRobustness, test: str, levels: Sequence[float]) -> Iterator[Tensor]:
     """Scores at each level; level 0 is the unchanged image."""
     for level in levels:
         chosen = [condition for condition in model.scores if condition[:2] == (test, level)]
-        yield _scores(model, chosen or [CLEAN])
-
-
-def _scores(model: ModelRobustness, conditions: Sequence[Condition]) -> Tensor:
-    """Mean score of each image over some conditions."""
-    return torch.stack([model.scores[condition].double() for condition in conditions]).mean(0)
+        yield mean_scores(model, chosen or [CLEAN])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tokamix.data import DatasetSplits, ImageStream, create_dataset
-from tokamix.data.images.datasets import ImageDataset, SubsetDataset
+from tokamix.data.images.datasets import ImageDataset, Subset
 from tokamix.data.images.loader import create_eval_loader
 from tokamix.data.rng import generator
 from tokamix.distributed import rank_and_world_size
@@ -25,6 +25,7 @@ from tokamix.evaluate.robustness.conditions import (
     apply_conditions,
     list_conditions,
 )
+from tokamix.evaluate.robustness.corruptions import SEVERITIES
 from tokamix.evaluate.robustness.imagenet import TestSet, open_imagenet
 from tokamix.evaluate.robustness.report import draw_robustness, write_csv
 from tokamix.evaluate.robustness.result import ModelRobustness, RobustnessResult
@@ -41,6 +42,7 @@ def evaluate_robustness(
     *,
     tests: Sequence[str] = TESTS,
     epsilons: Sequence[float] = EPSILONS,
+    severities: Sequence[int] = SEVERITIES,
     imagenet: Mapping[str, str | Path] | None = None,
     split: Literal["val", "train"] = "val",
     limit: int | None = None,
@@ -61,6 +63,7 @@ def evaluate_robustness(
         data: a data set for classification, as for `tokamix.create_dataset`.
         tests: some of "occlusion", "patch_drop", "fgsm", "pgd", "corruptions" and "calibration".
         epsilons: strengths of the attacks, in units of 1/255 of the pixels' range.
+        severities: of the corruptions, some of 1 to 5.
         imagenet: folders of ImageNet's test sets by "a", "r", "sketch", "v2" and "real", for models with its classes.
         split: the part of the data to evaluate on.
         limit: number of images, drawn at random but always the same; default: all.
@@ -75,7 +78,7 @@ def evaluate_robustness(
             model.
         progress: called with a line about each finished model.
     """
-    conditions = list_conditions(tests, epsilons)
+    conditions = list_conditions(tests, epsilons, severities)
     if precision not in ("fp32", "bf16"):
         raise ValueError(f"precision is {precision!r}, but the robustness suite needs fp32 or bf16")
     if batch_size < 1:
@@ -180,7 +183,7 @@ def _select_images(splits: DatasetSplits, split: str, limit: int | None) -> Any:
     if isinstance(part, ImageStream):
         raise ValueError(f"{splits.name} is a stream, from which no images can be drawn; leave out the limit")
     chosen = torch.randperm(len(part), generator=generator("robustness"))[:limit]
-    return SubsetDataset(part, chosen.sort().values.tolist())
+    return Subset(part, chosen.sort().values.tolist())
 
 
 def _load(source: Source, model: str | None, splits: DatasetSplits) -> tuple[Any, InferenceConfig]:

@@ -4,11 +4,12 @@ import inspect
 import logging
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from timm.layers import DropPath
-from timm.optim import create_optimizer_v2, get_optimizer_class
+from timm.optim import create_optimizer_v2, get_optimizer_class, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
@@ -41,6 +42,8 @@ def create_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> 
         kwargs |= {"nesterov": recipe.optimizer == "nmuon", "momentum": recipe.momentum}
         groups = muon_groups(model, recipe.weight_decay, layer_decay)
         return StackedMuon(groups, lr=recipe.peak_lr, weight_decay=recipe.weight_decay, **kwargs)
+    if (scale := getattr(recipe, "head_lr_scale", 1.0)) != 1:
+        kwargs["param_group_fn"] = partial(_scale_head, weight_decay=recipe.weight_decay, scale=scale)
     return create_optimizer_v2(
         model,
         opt=recipe.optimizer,
@@ -50,6 +53,17 @@ def create_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> 
         layer_decay=layer_decay,
         **kwargs,
     )
+
+
+def _scale_head(model: Any, weight_decay: float, scale: float) -> list[dict[str, Any]]:
+    """Parameter groups with a factor on the learning rate of the classifier."""
+    head = {id(parameter) for parameter in model.classifier.parameters()}
+    groups = []
+    for group in param_groups_weight_decay(model, weight_decay):
+        for in_head, factor in ((False, 1.0), (True, scale)):
+            parameters = [p for p in group["params"] if (id(p) in head) is in_head]
+            groups.append({"params": parameters, "weight_decay": group["weight_decay"], "lr_scale": factor})
+    return [group for group in groups if group["params"]]
 
 
 def create_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe, steps: int) -> Scheduler:

@@ -10,7 +10,7 @@ from tokamix.inference import UNKNOWN
 from tokamix.recipes import Recipe
 
 PIPELINES = {"classify": "image-classification", "segment": "image-segmentation", "detect": "object-detection"}
-PIPELINES["dino"] = "image-feature-extraction"
+PIPELINES |= {"dino": "image-feature-extraction", "vqa": "visual-question-answering"}
 # the Hub's names of metrics
 METRIC_TYPES = {"top1": "accuracy", "miou": "mean_iou", "box_ap": "mean_average_precision"}
 METRIC_TYPES["mask_ap"] = METRIC_TYPES["box_ap"]
@@ -31,6 +31,12 @@ DENSE = """from tokamix.predict import load_predictor
 predictor = load_predictor("PATH/TO/THIS/FOLDER")
 prediction = predictor("photo.jpg")
 predictor.draw("photo.jpg", prediction).save("overlay.png")"""
+
+
+VQA = """from tokamix.vqa import load_vqa
+
+model = load_vqa("PATH/TO/THIS/FOLDER")
+model.answer("photo.jpg", "What is on the table?")"""
 
 
 class Facts(NamedTuple):
@@ -72,8 +78,10 @@ def create_card(
         training: hardware and time, in words.
     """
     construction = config.get("construction")
-    plain = "method" not in config and construction is None
+    vqa = config.get("task") == "vqa"
+    plain = "method" not in config and construction is None and not vqa
     code = DENSE if "method" in config else TIMM if plain else OWN if construction == UNKNOWN else CHANGED
+    code = VQA if vqa else code
     size = f" of {config['pretrained_cfg']['input_size'][-1]} px" if "pretrained_cfg" in config else ""
     settings = yaml.safe_dump({k: v for k, v in recipe.to_dict().items() if v is not None}, sort_keys=False, width=1000)
     return f"""---

@@ -103,6 +103,10 @@ def create_task(recipe: Recipe, data: str | DatasetSplits) -> Task:
         from tokamix.train.tasks.detect import Detect
 
         return Detect(recipe, data)
+    if recipe.task == "vqa":
+        from tokamix.train.tasks.vqa import Vqa
+
+        return Vqa(recipe, data)
     if recipe.task == "dino":
         from tokamix.train.tasks.dino.task import Dino
 
