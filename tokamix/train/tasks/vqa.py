@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tokamix.data import DatasetSplits, Loader
 from tokamix.data.batches import IndexOrder
 from tokamix.data.loading import BatchReader, WorkerLoader
-from tokamix.inference import evaluation_mode
+from tokamix.inference import InferenceConfig, evaluation_mode
 from tokamix.recipes import Recipe
 from tokamix.train.setup.accelerator import Accelerator
 from tokamix.train.tasks.task import LoaderOptions, Logs, Position
@@ -27,6 +27,7 @@ class Vqa:
 
     metric = "vqa"
     metric_names: Mapping[str, str] = MappingProxyType({"vqa": "VQA accuracy"})
+    inference: InferenceConfig  # never set: the preprocessing is that of Hugging Face
 
     def __init__(self, recipe: Recipe, data: str | DatasetSplits) -> None:
         self.recipe = recipe
