@@ -19,7 +19,10 @@ ROWS = 40  # predictions of a classifier that are printed
 
 def predict(
     source: Annotated[
-        str, typer.Argument(help="a run's folder, a checkpoint file, a pretrained timm model, or hf-hub:user/name")
+        str,
+        typer.Argument(
+            help="a run's folder, a checkpoint file, a pretrained timm model, hf-hub:user/name, or an exported file"
+        ),
     ],
     images: Annotated[list[str], typer.Argument(help="image files, folders, glob patterns, or - for paths on stdin")],
     output: Annotated[

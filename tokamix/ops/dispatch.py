@@ -94,6 +94,11 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
+def is_exporting_fixed(*sizes: int) -> bool:
+    """Whether torch.export traces and these sizes are numbers, so that a graph may hold constants made from them."""
+    return is_exporting() and not any(isinstance(size, torch.SymInt) for size in sizes)
+
+
 def _check(backend: str | None) -> str | None:
     if backend is not None and backend not in BACKENDS:
         raise ValueError(
