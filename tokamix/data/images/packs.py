@@ -75,10 +75,12 @@ class PackDataset(ImageDataset):
                 images[block] = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
         return images
 
-    def subset(self, indices: list[int]) -> "PackDataset":
+    def subset(self, indices: Sequence[int]) -> "PackDataset":
         """A part of the images; they keep their names."""
         numbers = [self.indices[i] for i in indices]
-        return PackDataset([self.contents[i] for i in indices], self.labels[indices], self.classes, self.packs, numbers)
+        return PackDataset(
+            [self.contents[i] for i in indices], self.labels[list(indices)], self.classes, self.packs, numbers
+        )
 
 
 def open_packs(source: str) -> tuple[PackDataset, PackDataset]:
