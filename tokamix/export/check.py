@@ -10,8 +10,8 @@ from torch import Tensor
 from tokamix.export.graph import Graph, Size
 from tokamix.runtimes import load_exported
 
-# relative RMSE of an output against float32 in PyTorch
-TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2, "int8": 0.3}
+# relative RMSE of an output against float32 in PyTorch; int8 is judged by its accuracy on labelled images
+TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2, "int8": 1.0}
 SAME_IOU, SAME_SCORE, SAME_DETECTIONS = 0.95, 1e-2, 0.98  # two detections are one; the fraction that must be found
 
 

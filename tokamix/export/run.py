@@ -12,16 +12,14 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 import tokamix
-from tokamix.export import quantize
 from tokamix.export.check import Difference, check_file
 from tokamix.export.graph import Graph, Size, create_graph
+from tokamix.export.sizes import checked_cases, choose_batch, choose_size, find_multiple, set_size, traced_size
 from tokamix.export.write import OPSETS, PRECISIONS, SUFFIX, WRITERS, move, quiet, written_files
 from tokamix.files import WriteError
 from tokamix.inference import InferenceConfig, load_model
 
 Target = Literal["onnx", "openvino", "torch-export", "aoti", "executorch"]
-DENSE_SIDE = 224  # of the images that segmenters and detectors are traced with, unless their config names a size
-STEP = 32  # sides of images for models that do not take every size
 
 
 @dataclass
@@ -101,16 +99,19 @@ def export(
     else:
         network, config = load_model(source, model=model)
     path = _output_path(output, source, to)
-    shape = _size(size, config)
-    count = _batch(batch, shape, config)
-    if shape is not None:
-        config = config.replace(**_at_size(config, shape))
+    shape = choose_size(size, config)
+    count = choose_batch(batch, shape, config)
+    config = config if shape is None else set_size(config, shape)
     exact = create_graph(network, config, preprocessing, features, "fp32")
-    multiple = 1 if shape is not None else _multiple(exact, config)
+    multiple = 1 if shape is not None else find_multiple(exact, config)
     graph = exact
     if precision in ("fp16", "bf16") and to != "openvino":  # OpenVINO converts at load
         graph = create_graph(network, config, preprocessing, features, precision)
-    program = trace(graph, shape, count, config, type(network).__name__)
+
+    def retrace(graph: Graph) -> ExportedProgram:
+        return trace(graph, shape, count, config, type(network).__name__)
+
+    program = retrace(graph)
     metadata: dict[str, Any] = {
         "tokamix": tokamix.__version__,
         "model": getattr(network, "pretrained_cfg", {}).get("architecture", type(network).__name__),
@@ -128,10 +129,14 @@ def export(
     try:
         file = folder / path.name
         if precision == "int8":
-            quantize.write_int8(program, file, metadata, to, opset, exact, data, keep_layers, max_drop, report)
+            from tokamix.export.quantize import write_int8
+
+            int8 = write_int8(program, file, metadata, to, opset, exact, data, keep_layers, max_drop, retrace)
+            report.notes.append(str(int8))
+            report.metrics = {"fp32": int8.fp32, "int8": int8.int8, "drop": int8.drop, "kept": len(int8.kept)}
         else:
             WRITERS[to](program, file, metadata, opset)
-        report.checks = check_file(file, exact, _cases(shape, count, config, multiple), precision)
+        report.checks = check_file(file, exact, checked_cases(shape, count, config, multiple), precision)
         report.megabytes = sum(part.stat().st_size for part in written_files(file)) / 1e6
         report.nodes = _count_nodes(file)
         move(file, path)
@@ -146,7 +151,7 @@ def export(
 def trace(graph: Graph, size: Size | None, batch: int | None, config: InferenceConfig, name: str) -> ExportedProgram:
     """Trace a graph with torch.export; sizes and batches of None stay symbolic."""
     # from a size that is neither square nor the model's own, and a batch of 2: what equals a constant is specialised
-    example = graph.example(size or _other_size(config), batch or 2)
+    example = graph.example(size or traced_size(config), batch or 2)
     axes = (1, 2) if graph.preprocessing else (2, 3)
     dynamic: dict[int, Any] = {} if batch else {0: Dim.AUTO}
     if size is None:
@@ -198,86 +203,9 @@ def _temporary_folder(path: Path) -> Path:
         raise WriteError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def _size(size: int | Size | str | None, config: InferenceConfig) -> Size | None:
-    if size is None:
-        return (config.image_size, config.image_size) if config.task == "classify" else None
-    if size == "dynamic":
-        return None
-    height, width = (size, size) if not isinstance(size, tuple | list) else tuple(size)
-    if not (isinstance(height, int) and isinstance(width, int) and min(height, width) > 0):
-        raise ValueError(f"size is {size!r}, but must be a number of pixels, a pair of them, or 'dynamic'")
-    return height, width
-
-
-def _batch(batch: int | str | None, size: Size | None, config: InferenceConfig) -> int | None:
-    if config.task == "detect":
-        if batch not in (None, 1):
-            raise ValueError(f"detectors are exported for one image at a time, got batch {batch}")
-        return 1
-    if batch is None:
-        return None if size is None else 1
-    if batch == "dynamic":
-        return None
-    if not isinstance(batch, int) or batch < 1:
-        raise ValueError(f"batch is {batch!r}, but must be a number from 1 on, or 'dynamic'")
-    return batch
-
-
-def _at_size(config: InferenceConfig, size: Size) -> dict[str, Any]:
-    """The options with which images are preprocessed for a fixed size."""
-    if config.task != "classify":
-        return {"scale": (max(size), min(size))}
-    if size[0] != size[1]:
-        return {}  # images are resized by the caller
-    return {"image_size": size[0]}
-
-
-def _native(config: InferenceConfig) -> int:
-    if config.task == "classify":
-        return config.image_size
-    return config.window or (min(config.scale) if config.scale else DENSE_SIDE)
-
-
-def _other_size(config: InferenceConfig) -> Size:
-    """A size that is neither the model's own nor square."""
-    side = -(-_native(config) // STEP) * STEP
-    return side + STEP, side + 2 * STEP
-
-
-def _odd_size(config: InferenceConfig) -> Size:
-    side = _native(config)
-    return side - side // 8 + 4, side + side // 2 - 3
-
-
-def _multiple(graph: Graph, config: InferenceConfig) -> int:
-    """1 if the network takes images of every size, 32 if only of such sides; others cannot be dynamic."""
-    reason: Exception | None = None
-    for size, multiple in ((_odd_size(config), 1), (_other_size(config), STEP)):
-        try:
-            with torch.no_grad():
-                graph(graph.example(size, 1))
-            return multiple
-        except (ValueError, RuntimeError, AssertionError) as error:
-            reason = error
-    side = _native(config)
-    raise ValueError(
-        f"{type(graph.network).__name__} does not take images of other sizes ({str(reason).splitlines()[0]}); export it"
-        f" with --size {side}, or create it with dynamic_img_size=True"
-    )
-
-
-def _cases(size: Size | None, batch: int | None, config: InferenceConfig, multiple: int) -> list[tuple[Size, int]]:
-    """Sizes and batches at which a file is checked."""
-    if size is not None:
-        return [(size, batch)] if batch else [(size, n) for n in (1, 2, 3)]
-    side = _native(config)
-    odd = _odd_size(config) if multiple == 1 else (_other_size(config)[0], side // STEP * STEP)
-    return [(_other_size(config), batch or 1), ((side, side), batch or 3), (odd, batch or 2)]
-
-
 def _run_once(graph: Graph, size: Size | None, config: InferenceConfig) -> Any:
     with torch.no_grad():
-        return graph(graph.example(size or _other_size(config), 1))
+        return graph(graph.example(size or traced_size(config), 1))
 
 
 def _count_nodes(path: Path) -> int | None:
