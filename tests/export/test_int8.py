@@ -1,4 +1,4 @@
-"""int8: accuracy on labelled images beside fp32, sensitive layers stay in fp32, a file that loses too much is refused."""
+"""int8: accuracy beside fp32, sensitive layers stay in fp32, a file that loses too much is refused."""
 
 from pathlib import Path
 

@@ -265,13 +265,11 @@ class _OpenVino:
         save_openvino(self.quantize(kept), path, self.metadata)
 
     def most_sensitive(self, count: int) -> list[str]:
-        """The layers whose outputs int8 changes most, in one pass over both models: NNCF calibrates too slowly to try
-        each layer alone.
-        """
+        """The layers whose outputs int8 changes most, in one pass: NNCF calibrates too slowly to try each alone."""
         if self._ranking is None:
             exact, actual = (self._activations(model) for model in (self.model, self.quantize([])))
             error = {
-                name: float(np.linalg.norm(actual[name] - exact[name]) / max(np.linalg.norm(exact[name]), 1e-12))
+                name: float(np.linalg.norm(actual[name] - exact[name])) / (float(np.linalg.norm(exact[name])) + 1e-12)
                 for name in self.layers
                 if name in exact and name in actual
             }
