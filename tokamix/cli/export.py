@@ -37,6 +37,9 @@ def export(
         int | None, typer.Option(min=0, help="sensitive layers that int8 leaves in fp32; default: as few as needed")
     ] = None,
     max_drop: Annotated[float, typer.Option(min=0, help="points of top-1 that int8 may lose")] = 0.5,
+    attention: Annotated[
+        bool, typer.Option("--int8-attention", help="int8 for the products of attention in ONNX files, too")
+    ] = False,
     model: Annotated[str | None, typer.Option(help="name of the architecture, for a checkpoint file")] = None,
     untrained: Annotated[
         bool, typer.Option("--untrained", help="SOURCE is a model name, exported with random weights to try its speed")
@@ -76,6 +79,7 @@ def export(
             data=data,
             keep_layers=keep_layers,
             max_drop=max_drop,
+            attention=attention,
         )
         for line in report.lines():
             console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -15,6 +15,7 @@ from tokamix.cli.eval import eval_
 from tokamix.cli.export import export
 from tokamix.cli.info import info
 from tokamix.cli.models import models
+from tokamix.cli.pick import pick
 from tokamix.cli.predict import predict
 from tokamix.cli.recipes import recipes
 from tokamix.cli.study import study
@@ -51,6 +52,7 @@ for name, command in (
     ("demo", demo),
     ("study", study),
     ("bench", bench),
+    ("pick", pick),
     ("info", info),
 ):
     app.command(name)(command)

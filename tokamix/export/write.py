@@ -40,7 +40,7 @@ def to_onnx(program: ExportedProgram, outputs: Sequence[str], opset: int) -> Any
     require("onnxscript", "export to ONNX")
     from onnxscript import optimizer
 
-    with quiet():
+    with quiet(), _translation_errors():
         exported: Any = torch.onnx.export(
             program,
             (),
@@ -55,6 +55,19 @@ def to_onnx(program: ExportedProgram, outputs: Sequence[str], opset: int) -> Any
         proto = exported.model_proto
     del proto.graph.value_info[:]  # some are wrong after folding, and quantisers believe them
     return proto
+
+
+@contextmanager
+def _translation_errors() -> Iterator[None]:
+    """Say in one sentence what torch.onnx explains in a page."""
+    try:
+        yield
+    except torch.onnx.errors.OnnxExporterError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0][:300]
+        raise ValueError(f"the model cannot be translated to ONNX: {reason}") from error
 
 
 def add_metadata(proto: Any, metadata: Metadata) -> None:
