@@ -15,6 +15,7 @@ from tests.command import call
 from tests.train.tiny import tiny_data
 from tokamix.export import ExportReport, check, export, write
 from tokamix.export.light import OnnxPredictor
+from tokamix.export.triton import write_triton_config
 from tokamix.inference import InferenceConfig, load_model
 from tokamix.predict import load_predictor
 from tokamix.runtimes import load_exported
@@ -210,3 +211,20 @@ def test_count_exp_in_files(onnx_report: ExportReport, classifier_run: Path, tmp
     assert "nodes that evaluate exp: none; square roots: 3 LayerNormalization" in report.lines()
     with pytest.raises(FileNotFoundError, match="there is no ONNX file"):
         tokamix.count_exp(tmp_path / "none.onnx")
+
+
+def test_triton_layout(onnx_report: ExportReport, tmp_path: Path) -> None:
+    """The config names the inputs and outputs of the file, without the batch."""
+    path = tmp_path / "photos" / "1" / "model.onnx"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(onnx_report.path.read_bytes())
+    assert write_triton_config(path).read_text().splitlines() == [
+        'name: "photos"',
+        'backend: "onnxruntime"',
+        "max_batch_size: 64",
+        'input [ { name: "images", data_type: TYPE_FP32, dims: [ 3, 8, 8 ] } ]',
+        'output [ { name: "logits", data_type: TYPE_FP32, dims: [ 4 ] } ]',
+        "dynamic_batching { max_queue_delay_microseconds: 2000 }",
+    ]
+    with pytest.raises(ValueError, match=r"Triton needs a file REPOSITORY/NAME/1/model\.onnx"):
+        write_triton_config(onnx_report.path)

@@ -44,6 +44,9 @@ def export(
     untrained: Annotated[
         bool, typer.Option("--untrained", help="SOURCE is a model name, exported with random weights to try its speed")
     ] = False,
+    triton: Annotated[
+        bool, typer.Option("--triton", help="write config.pbtxt for Triton; -o is then REPOSITORY/NAME/1/model.onnx")
+    ] = False,
     runner: Annotated[
         bool, typer.Option("--runner", help="copy run_onnx.py beside the file: prediction without PyTorch")
     ] = False,
@@ -55,8 +58,9 @@ def export(
     """
     with plain_errors():
         shape, count = _size(size), _batch(batch)
-        if runner and to != "onnx":
-            raise ValueError(f"--runner is for ONNX files, got --to {to}")
+        for option, given in (("--runner", runner), ("--triton", triton)):
+            if given and to != "onnx":
+                raise ValueError(f"{option} is for ONNX files, got --to {to}")
         from tokamix.export import export as run
 
         network: Any = source
@@ -83,6 +87,10 @@ def export(
         )
         for line in report.lines():
             console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if triton:
+            from tokamix.export.triton import write_triton_config
+
+            console.print(f"{write_triton_config(report.path)}: for Triton Inference Server", highlight=False)
         if runner:
             from tokamix.export import light
             from tokamix.files import write_text
