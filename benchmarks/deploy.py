@@ -1,6 +1,6 @@
 """The speed of deployed models on two CPU cores, and the page docs/deploy.md.
 
-    python benchmarks/deploy.py export files/     # once: every model for every runtime, about 12 minutes on an idle machine
+    python benchmarks/deploy.py export files/     # once, about 12 minutes on an idle machine
     python benchmarks/deploy.py measure files/    # all bars, under 5 minutes; writes results/deploy.csv
     python benchmarks/deploy.py page              # docs/deploy.md from results/deploy.csv and results/int8.csv
 
@@ -225,7 +225,7 @@ def write_page() -> None:
         rows = list(csv.DictReader(file))
     load = max(float(row["load"]) for row in rows)
     lines += [
-        "Two cores, batch 1, medians; all paths of a model run in turn (`python benchmarks/deploy.py measure`). ± is half"
+        "Two cores, batch 1, medians; paths of a model run in turn (`python benchmarks/deploy.py measure`). ± is half"
         f" the range between the quartiles. Highest load average during the run: {load:.1f}.",
         "",
         "| model | size | path | ms | ± | x eager | x authors' operators |",
@@ -240,7 +240,7 @@ def write_page() -> None:
         lines += ["", "## int8 with trained weights", ""]
         lines += [
             "Top-1 on the validation images in the file's runtime (`python benchmarks/int8.py`); the same body and the"
-            " same 64 calibration images, no layer kept in fp32. *attention*: products of two activations are int8 too.",
+            " same 64 calibration images, no layer in fp32. *attention*: products of two activations are int8 too.",
             "",
             "| model | runtime | int8 | images | fp32 | int8 | drop |",
             "|---|---|---|---|---|---|---|",

@@ -35,8 +35,10 @@ ONNX_EXP_OPERATORS = {
     "exp": ("Exp", "Elu", "Selu", "Celu", "Softplus"),
 }
 ONNX_KIND_OF = {operator: kind for kind, operators in ONNX_EXP_OPERATORS.items() for operator in operators}
-ONNX_ROOTS = ("LayerNormalization", "SimplifiedLayerNormalization", "InstanceNormalization", "GroupNormalization")
-ONNX_ROOTS += ("BatchNormalization", "RMSNormalization", "LpNormalization", "Sqrt", "ReduceL2")
+ONNX_ROOTS = (
+    *("LayerNormalization", "SimplifiedLayerNormalization", "InstanceNormalization", "GroupNormalization"),
+    *("BatchNormalization", "RMSNormalization", "LpNormalization", "Sqrt", "ReduceL2"),
+)
 
 
 def count_exp(model: nn.Module | str | Path, img_size: int | tuple[int, int] = 224) -> Counter[str]:

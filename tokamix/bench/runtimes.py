@@ -34,7 +34,11 @@ EXPORTED = {
     "aoti": ("torch", "aoti", "fp32"),
 }
 RUNTIMES = ("eager", "compile", "graphs", *EXPORTED)
-ANY_SIZE = ({"img_size": None}, {"dynamic_img_size": True}, {})  # arguments with which a model takes another size
+ANY_SIZE: tuple[dict[str, Any], ...] = (
+    {"img_size": None},
+    {"dynamic_img_size": True},
+    {},
+)  # arguments with which a model takes another size
 WARM_UP, MIN_ROUNDS = 3, 7
 
 
@@ -110,7 +114,7 @@ def measure_runtimes(
 def create_for_size(name: str, size: int) -> nn.Module:
     """Create a model, with random weights, that takes images of this size."""
     for arguments in ANY_SIZE:
-        filled = {key: size if value is None else value for key, value in arguments.items()}
+        filled: dict[str, Any] = {key: size if value is None else value for key, value in arguments.items()}
         try:
             return create_model(name, **filled).eval()
         except (TypeError, ValueError):  # an argument that the model does not have

@@ -48,4 +48,5 @@ def measure_softmax(side: int, width: int, device: str = "cpu", seconds: float =
                 lambda: q @ (k.mT @ v),
             )
         ]
-    return SoftmaxRow(tokens, width, device, *times, share=1 - times[1] / times[0])
+    softmax, products, linear = times
+    return SoftmaxRow(tokens, width, device, softmax, products, linear, share=1 - products / softmax)
