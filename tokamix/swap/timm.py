@@ -39,7 +39,7 @@ def _no_spatial(host: Any) -> None:
         host.rel_pos_type = ""
 
 
-def _tnt_prefix(name: str) -> int:
+def _tnt_prefix(name: str, host: Any) -> int:
     """The pixels of a patch have no class token, the patches have."""
     return 0 if name.endswith("attn_in") else 1
 
