@@ -179,9 +179,10 @@ def create_study(name: str, values: Any) -> Study:
 
 
 def merge_settings(settings: Settings, changes: Settings) -> Settings:
-    """Settings with changes; mappings in both are merged."""
-    both = {key for key in settings if isinstance(settings[key], dict) and isinstance(changes.get(key), dict)}
-    return {**settings, **changes, **{key: merge_settings(settings[key], changes[key]) for key in both}}
+    """Settings with changes; mappings in both are merged, and none empties a mapping."""
+    both = {key: changes[key] for key in settings if isinstance(settings[key], dict) and key in changes}
+    merged = {key: merge_settings(settings[key], change) if change else {} for key, change in both.items()}
+    return {**settings, **changes, **merged}
 
 
 def _check_study(study: Study) -> None:
