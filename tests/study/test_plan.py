@@ -182,7 +182,9 @@ def test_studies_of_the_library(name: str) -> None:
     assert list_jobs(study, [])
     for arm in study.arms.values():
         if arm.settings.get("task", "classify") == "classify" and not arm.equal_time:
-            size = {} if arm.settings["model"].startswith("resnet") else {"img_size": arm.settings["image_size"]}
+            size = (
+                {} if arm.settings["model"].startswith(("resnet", "xcit")) else {"img_size": arm.settings["image_size"]}
+            )
             create_model(arm.settings["model"], device="meta", **size, **arm.settings["model_kwargs"])
 
 
