@@ -12,6 +12,7 @@ from tokamix.cli.bench import bench
 from tokamix.cli.compare import compare
 from tokamix.cli.demo import demo
 from tokamix.cli.eval import eval_
+from tokamix.cli.explain import explain
 from tokamix.cli.info import info
 from tokamix.cli.models import models
 from tokamix.cli.predict import predict
@@ -40,6 +41,7 @@ for name, command in (
     ("train", train),
     ("eval", eval_),
     ("predict", predict),
+    ("explain", explain),
     ("models", models),
     ("recipes", recipes),
     ("compare", compare),
