@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tokamix.data import create_dataset
     from tokamix.dense import create_detector, create_segmenter
     from tokamix.evaluate import evaluate
+    from tokamix.evaluate.robustness import evaluate_robustness
     from tokamix.explain import explain
     from tokamix.inference import InferenceConfig
     from tokamix.mixers import create_mixer
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from tokamix.recipes import list_recipes, load_recipe
     from tokamix.swap import insert_context_broadcast, remove_context_broadcast, swap_mixer
     from tokamix.train import train
+    from tokamix.transfer import transfer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "create_model",
     "create_segmenter",
     "evaluate",
+    "evaluate_robustness",
     "explain",
     "insert_context_broadcast",
     "list_models",
@@ -48,6 +51,7 @@ __all__ = [
     "remove_context_broadcast",
     "swap_mixer",
     "train",
+    "transfer",
 ]
 __getattr__, __dir__ = attach(
     __name__,
@@ -58,6 +62,7 @@ __getattr__, __dir__ = attach(
         "data": ("create_dataset",),
         "dense": ("create_detector", "create_segmenter"),
         "evaluate": ("evaluate",),
+        "evaluate.robustness": ("evaluate_robustness",),
         "explain": ("explain",),
         "inference": ("InferenceConfig",),
         "mixers": ("create_mixer",),
@@ -66,6 +71,7 @@ __getattr__, __dir__ = attach(
         "recipes": ("list_recipes", "load_recipe"),
         "swap": ("insert_context_broadcast", "remove_context_broadcast", "swap_mixer"),
         "train": ("train",),
+        "transfer": ("transfer",),
     },
 )
 register_with_timm()

@@ -17,7 +17,9 @@ from tokamix.cli.info import info
 from tokamix.cli.models import models
 from tokamix.cli.predict import predict
 from tokamix.cli.recipes import recipes
+from tokamix.cli.study import study
 from tokamix.cli.train import train
+from tokamix.cli.transfer import transfer
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
@@ -41,11 +43,13 @@ for name, command in (
     ("train", train),
     ("eval", eval_),
     ("predict", predict),
+    ("transfer", transfer),
     ("explain", explain),
     ("models", models),
     ("recipes", recipes),
     ("compare", compare),
     ("demo", demo),
+    ("study", study),
     ("bench", bench),
     ("info", info),
 ):

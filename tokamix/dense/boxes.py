@@ -120,7 +120,9 @@ def match_anchors(matcher: Matcher, anchors: Tensor, targets: list[Target], size
     rows = []
     center = (anchors[:, :2] + anchors[:, 2:]) / 2
     for target, (height, width) in zip(targets, sizes, strict=True):
-        outside = (center[:, 0] >= -(-width // divisor) * divisor) | (center[:, 1] >= -(-height // divisor) * divisor)
+        # ONNX export mistranslates -(-width // divisor) with symbolic sizes
+        right, bottom = ((side + divisor - 1) // divisor * divisor for side in (width, height))
+        outside = (center[:, 0] >= right) | (center[:, 1] >= bottom)
         matched = matcher.match(target["boxes"], anchors)
         rows.append(matched.masked_fill(outside, Matcher.BETWEEN_THRESHOLDS))
     return torch.stack(rows)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
 
@@ -71,7 +71,8 @@ def _section(section: Section) -> str:
 
 def _address(figure: "Figure") -> str:
     """A figure as the address of an image inside the page: SVG, or WebP if it has photos, which is far smaller."""
-    file, options = io.BytesIO(), {"bbox_inches": "tight", "pad_inches": 0.02}
+    file = io.BytesIO()
+    options: dict[str, Any] = {"bbox_inches": "tight", "pad_inches": 0.02}
     if not any(axis.images for axis in figure.axes):
         figure.savefig(file, format="svg", metadata={"Date": None}, **options)
         return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()

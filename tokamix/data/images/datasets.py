@@ -38,6 +38,16 @@ class ImageDataset:
         """All images (N, C, H, W) as uint8 and labels (N,), if they fit into memory; else None."""
         return None
 
+    def subset(self, indices: Sequence[int]) -> "ImageDataset":
+        """A part of the images; they keep their names."""
+        return Subset(self, indices)
+
+    def at_most(self, count: int) -> "ImageDataset":
+        """At most `count` images, evenly spread over the data set."""
+        if len(self) <= count:
+            return self
+        return self.subset([i * len(self) // count for i in range(count)])
+
     def check_labels(self) -> None:
         """Raise if a label has no class."""
         wrong = ((self.labels < 0) | (self.labels >= len(self.classes))).nonzero().flatten().tolist()
@@ -64,6 +74,27 @@ class ArrayDataset(ImageDataset):
         return self.images, self.labels
 
 
+class Subset(ImageDataset):
+    """Some images of a data set."""
+
+    def __init__(self, dataset: ImageDataset, indices: Sequence[int]) -> None:
+        self.dataset, self.indices = dataset, indices
+        super().__init__(dataset.labels[torch.as_tensor(indices, dtype=torch.int64)], dataset.classes)
+
+    def image(self, i: int, min_size: int | None = None) -> Image.Image | Tensor:
+        """Decode image i of the part."""
+        return self.dataset.image(self.indices[i], min_size)
+
+    def name_of(self, i: int) -> str:
+        """Name of the image in the whole data set."""
+        return self.dataset.name_of(self.indices[i])
+
+    def arrays(self) -> tuple[Tensor, Tensor] | None:
+        """Copies of the images, if the data set is held in memory."""
+        arrays = self.dataset.arrays()
+        return None if arrays is None else (arrays[0][torch.as_tensor(self.indices)], self.labels)
+
+
 class FileDataset(ImageDataset):
     """Image files, decoded on access."""
 
@@ -79,3 +110,29 @@ class FileDataset(ImageDataset):
     def name_of(self, i: int) -> str:
         """Path of image i."""
         return os.fsdecode(self.files[i])
+
+
+class SubsetDataset(ImageDataset):
+    """Some images of a data set.
+
+    Args:
+        dataset: that has them.
+        indices: their numbers in it.
+    """
+
+    def __init__(self, dataset: ImageDataset, indices: Sequence[int]) -> None:
+        self.dataset, self.indices = dataset, list(indices)
+        super().__init__(dataset.labels[self.indices], dataset.classes)
+
+    def image(self, i: int, min_size: int | None = None) -> Image.Image | Tensor:
+        """Decode image i."""
+        return self.dataset.image(self.indices[i], min_size)
+
+    def name_of(self, i: int) -> str:
+        """Name of image i in the data set."""
+        return self.dataset.name_of(self.indices[i])
+
+    def arrays(self) -> tuple[Tensor, Tensor] | None:
+        """The images and labels of the subset, if the data set holds arrays."""
+        arrays = self.dataset.arrays()
+        return None if arrays is None else (arrays[0][self.indices], arrays[1][self.indices])

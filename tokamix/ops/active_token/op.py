@@ -98,6 +98,7 @@ def _check(x: Tensor, offset: Tensor, axes: int) -> None:
             f"{channels} channels cannot share {given} offsets over {axes} {'axis' if axes == 1 else 'axes'}: pass "
             f"{axes} * C / share of them, with a share that divides {channels}"
         )
+    dispatch.check_floating("the active token gather", x, offset)
 
 
 def _limit(x: Tensor, offset: Tensor, axes: int) -> str | None:
