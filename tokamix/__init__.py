@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tokamix.evaluate import evaluate
     from tokamix.evaluate.robustness import evaluate_robustness
     from tokamix.explain import explain
+    from tokamix.export import export
     from tokamix.inference import InferenceConfig
     from tokamix.mixers import create_mixer
     from tokamix.models import create_body, create_model, list_models
@@ -42,6 +43,7 @@ __all__ = [
     "evaluate",
     "evaluate_robustness",
     "explain",
+    "export",
     "insert_context_broadcast",
     "list_models",
     "list_recipes",
@@ -64,6 +66,7 @@ __getattr__, __dir__ = attach(
         "evaluate": ("evaluate",),
         "evaluate.robustness": ("evaluate_robustness",),
         "explain": ("explain",),
+        "export": ("export",),
         "inference": ("InferenceConfig",),
         "mixers": ("create_mixer",),
         "models": ("create_body", "create_model", "list_models"),

@@ -13,6 +13,7 @@ from tokamix.cli.compare import compare
 from tokamix.cli.demo import demo
 from tokamix.cli.eval import eval_
 from tokamix.cli.explain import explain
+from tokamix.cli.export import export
 from tokamix.cli.info import info
 from tokamix.cli.models import models
 from tokamix.cli.predict import predict
@@ -43,6 +44,7 @@ for name, command in (
     ("train", train),
     ("eval", eval_),
     ("predict", predict),
+    ("export", export),
     ("transfer", transfer),
     ("explain", explain),
     ("models", models),
