@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tokamix.dense import create_detector, create_segmenter
     from tokamix.evaluate import evaluate
     from tokamix.evaluate.robustness import evaluate_robustness
+    from tokamix.explain import explain
     from tokamix.export import export
     from tokamix.inference import InferenceConfig
     from tokamix.mixers import create_mixer
@@ -41,6 +42,7 @@ __all__ = [
     "create_segmenter",
     "evaluate",
     "evaluate_robustness",
+    "explain",
     "export",
     "insert_context_broadcast",
     "list_models",
@@ -63,6 +65,7 @@ __getattr__, __dir__ = attach(
         "dense": ("create_detector", "create_segmenter"),
         "evaluate": ("evaluate",),
         "evaluate.robustness": ("evaluate_robustness",),
+        "explain": ("explain",),
         "export": ("export",),
         "inference": ("InferenceConfig",),
         "mixers": ("create_mixer",),

@@ -12,6 +12,7 @@ from tokamix.cli.bench import bench
 from tokamix.cli.compare import compare
 from tokamix.cli.demo import demo
 from tokamix.cli.eval import eval_
+from tokamix.cli.explain import explain
 from tokamix.cli.export import export
 from tokamix.cli.info import info
 from tokamix.cli.models import models
@@ -45,6 +46,7 @@ for name, command in (
     ("predict", predict),
     ("export", export),
     ("transfer", transfer),
+    ("explain", explain),
     ("models", models),
     ("recipes", recipes),
     ("compare", compare),
