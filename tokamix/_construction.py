@@ -106,7 +106,8 @@ def mark_config(config: Any, steps: Any) -> None:
     activations of existing networks are modules already.
     """
     setattr(config, MARK, steps)
-    for part in (config, getattr(config, "vision_config", None)):
+    parts: tuple[Any, ...] = (config, getattr(config, "vision_config", None))
+    for part in parts:
         if isinstance(name := getattr(part, "hidden_act", None), str):
             part.hidden_act = name.removesuffix(HF_NOTE) + (HF_NOTE if steps else "")
 

@@ -64,7 +64,7 @@ def sizes(name: str) -> tuple[int, int]:
 def count_sizes(name: str) -> tuple[int, int]:
     """Count trainable parameters and MACs at 224 px; takes a few seconds for a deep model."""
     # shipped weights have a smaller default size and fewer classes, but sizes are for comparison with other models
-    arguments = {"img_size": 224, "num_classes": 1000} if shipped_tags(name) else {}
+    arguments: dict[str, Any] = {"img_size": 224, "num_classes": 1000} if shipped_tags(name) else {}
     model = create_model(name, device="meta", **arguments)
     return sum(p.numel() for p in model.parameters() if p.requires_grad), count_macs(model, 224)
 

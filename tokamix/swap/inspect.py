@@ -152,10 +152,10 @@ class _Recorder(SoftmaxProduct):
 
 
 def _record(
-    recorded: dict[str, Shapes], recorder: Any, name: str, module: Any, args: Any, kwargs: Any, output: Any
+    recorded: dict[str, Shapes], recorder: Any, name: str, _: Any, args: tuple[Any, ...], kwargs: Any, output: Any
 ) -> None:
     if recorder.shapes is not None:
-        first, *_ = (*args, *kwargs.values())
+        first = next(iter((*args, *kwargs.values())))
         output = output[0] if isinstance(output, tuple) else output
         x, out = (t.shape if isinstance(t, Tensor) else None for t in (first, output))
         q, k, v = recorder.shapes

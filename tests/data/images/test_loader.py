@@ -334,7 +334,7 @@ class Deadly(ArrayDataset):
 
 def test_a_killed_worker_ends_with_a_clear_error() -> None:
     loader = create_train_loader(Deadly(torch.zeros(9, 3, 8, 8), [0] * 9, ("a",)), recipe(), batch_size=8, workers=1)
-    with pytest.raises(RuntimeError, match=r"a data worker died \(.*\); the usual cause is too little memory"):
+    with pytest.raises(ChildProcessError, match=r"a data worker died \(.*\); the usual cause is too little memory"):
         list(loader.epoch(0))
 
 
