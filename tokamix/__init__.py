@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tokamix.data import create_dataset
     from tokamix.dense import create_detector, create_segmenter
     from tokamix.evaluate import evaluate
+    from tokamix.evaluate.robustness import evaluate_robustness
     from tokamix.inference import InferenceConfig
     from tokamix.mixers import create_mixer
     from tokamix.models import create_body, create_model, list_models
@@ -37,6 +38,7 @@ __all__ = [
     "create_model",
     "create_segmenter",
     "evaluate",
+    "evaluate_robustness",
     "insert_context_broadcast",
     "list_models",
     "list_recipes",
@@ -56,6 +58,7 @@ __getattr__, __dir__ = attach(
         "data": ("create_dataset",),
         "dense": ("create_detector", "create_segmenter"),
         "evaluate": ("evaluate",),
+        "evaluate.robustness": ("evaluate_robustness",),
         "inference": ("InferenceConfig",),
         "mixers": ("create_mixer",),
         "models": ("create_body", "create_model", "list_models"),

@@ -16,6 +16,7 @@ from tokamix.cli.info import info
 from tokamix.cli.models import models
 from tokamix.cli.predict import predict
 from tokamix.cli.recipes import recipes
+from tokamix.cli.study import study
 from tokamix.cli.train import train
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
@@ -44,6 +45,7 @@ for name, command in (
     ("recipes", recipes),
     ("compare", compare),
     ("demo", demo),
+    ("study", study),
     ("bench", bench),
     ("info", info),
 ):

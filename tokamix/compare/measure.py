@@ -19,6 +19,7 @@ from tokamix.compare.report import Cost, CostAtSize, Curves, Example, Report, Re
 from tokamix.cost import count_exp, count_macs
 from tokamix.data import DatasetSplits
 from tokamix.data.images.loader import create_eval_loader
+from tokamix.explain.explainer import to_rgb
 from tokamix.explain.receptive_field import receptive_field
 from tokamix.inference import InferenceConfig
 from tokamix.mixers import list_mixers
@@ -79,7 +80,7 @@ def measure(
     example = None
     if level is not None:
         start = config.image_size // stride // 2 * stride
-        example = Example(_to_rgb(image, config), label, (start, start, stride), _choose_probes(model, level))
+        example = Example(to_rgb(image, config), label, (start, start, stride), _choose_probes(model, level))
     return Report(
         texts=texts,
         results=results,
@@ -120,13 +121,6 @@ def _load_example(data: DatasetSplits, config: InferenceConfig, class_name: str 
     images, labels = next(loader.epoch(0))
     index = labels.tolist().index(data.classes.index(class_name)) if class_name else 0
     return images[index].float().cpu(), data.classes[int(labels[index])]
-
-
-def _to_rgb(image: Tensor, config: InferenceConfig) -> Tensor:
-    """A normalised image (C, H, W) as RGB (H, W, 3) in 0..1; with one or many channels, the first as grey."""
-    mean, std = (torch.tensor(values)[:, None, None] for values in (config.mean, config.std))
-    pixels = (image * std + mean).clamp(0, 1)
-    return (pixels if len(pixels) == 3 else pixels[:1].expand(3, -1, -1)).permute(1, 2, 0)
 
 
 def _measure(candidate: Candidate, runs: Sequence[RunResult], setting: _Setting) -> Result:

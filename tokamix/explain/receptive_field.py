@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tokamix.explain.capture import CapturedLayer, check_token, evaluation
+
 
 def receptive_field(
     model: nn.Module,
@@ -30,21 +32,62 @@ def receptive_field(
     """
     if image.ndim != 3:
         raise ValueError(f"receptive_field needs one image (C, H, W), got shape {tuple(image.shape)}")
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.enable_grad():
-            pixels = image.detach().clone().requires_grad_()
-            features = _map(model, pixels[None], level)[0]  # (channels, h, w)
-            channels = features[:, *_position(token, *features.shape[1:])]
-            squares = torch.zeros_like(image)
-            for direction in _directions(channels, probes):
-                (gradient,) = torch.autograd.grad(channels @ direction, pixels, retain_graph=True)
-                squares += gradient.square()
-    finally:
-        for module, flag in training.items():
-            module.training = flag
+    with evaluation(model), torch.inference_mode(False), torch.enable_grad():
+        pixels = image.detach().clone().requires_grad_()
+        features = _map(model, pixels[None], level)[0]  # (channels, h, w)
+        row, column = check_token(token, (features.shape[1], features.shape[2]))
+        channels = features[:, row, column]
+        squares = torch.zeros_like(image)
+        for direction in probe_directions(len(channels), probes, channels):
+            (gradient,) = torch.autograd.grad(channels @ direction, pixels, retain_graph=True)
+            squares += gradient.square()
     return squares.sum(0).sqrt()
+
+
+def layer_receptive_field(
+    model: nn.Module,
+    image: Tensor,
+    layer: CapturedLayer,
+    token: tuple[int, int] | None = None,
+    probes: int | None = 16,
+) -> Tensor:  # (H, W)
+    """Effective receptive field of a token after the block of a captured layer; see `receptive_field`.
+
+    All directions are differentiated in one backward pass, as a batch of copies of the image.
+
+    Args:
+        model: the network that was captured.
+        image: (C, H, W), normalised as the model expects.
+        layer: of the capture; its block's output is explained.
+        token: (row, column) in the layer's grid; None: the middle.
+        probes: random directions from which the norm is estimated; None: all channels.
+    """
+    index, directions = layer.index_of(token), probe_directions(layer.tokens.shape[-1], probes, image)
+    block = model.get_submodule(layer.layer.name.rpartition(".")[0])
+    handle = block.register_forward_hook(_stop)
+    try:
+        with evaluation(model), torch.inference_mode(False), torch.enable_grad():
+            copies = image.detach().expand(len(directions), -1, -1, -1).clone().requires_grad_()
+            try:
+                with torch.compiler.set_stance("force_eager"):
+                    model(copies)
+            except _BlockOutput as reached:
+                tokens = layer.to_tokens(reached.tokens)[:, index]
+            (gradient,) = torch.autograd.grad((tokens * directions).sum(), copies)
+    finally:
+        handle.remove()
+    return gradient.square().sum((0, 1)).sqrt()
+
+
+class _BlockOutput(Exception):
+    """Ends a forward pass at a block whose output is all that is needed."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+
+
+def _stop(block: nn.Module, args: Any, output: Any) -> None:
+    raise _BlockOutput(output[0] if isinstance(output, tuple) else output)
 
 
 def _map(model: nn.Module, x: Tensor, level: int) -> Tensor:
@@ -64,16 +107,8 @@ def _map(model: nn.Module, x: Tensor, level: int) -> Tensor:
     return x.permute(0, 3, 1, 2) if getattr(model, "output_fmt", "NCHW") == "NHWC" else x
 
 
-def _position(token: tuple[int, int] | None, height: int, width: int) -> tuple[int, int]:
-    row, column = token or (height // 2, width // 2)
-    if not (0 <= row < height and 0 <= column < width):
-        raise ValueError(f"token ({row}, {column}) is outside of the map of {height}x{width} tokens")
-    return row, column
-
-
-def _directions(channels: Tensor, probes: int | None) -> Tensor:
+def probe_directions(channels: int, probes: int | None, like: Tensor) -> Tensor:
     """Vectors whose outer products sum to the identity, exactly or in expectation; the same in each call."""
-    size = len(channels)
-    if probes is None or probes >= size:
-        return torch.eye(size).to(channels)
-    return (torch.randn(probes, size, generator=torch.Generator().manual_seed(0)) / probes**0.5).to(channels)
+    if probes is None or probes >= channels:
+        return torch.eye(channels).to(like)
+    return (torch.randn(probes, channels, generator=torch.Generator().manual_seed(0)) / probes**0.5).to(like)

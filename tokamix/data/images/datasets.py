@@ -79,3 +79,29 @@ class FileDataset(ImageDataset):
     def name_of(self, i: int) -> str:
         """Path of image i."""
         return os.fsdecode(self.files[i])
+
+
+class SubsetDataset(ImageDataset):
+    """Some images of a data set.
+
+    Args:
+        dataset: that has them.
+        indices: their numbers in it.
+    """
+
+    def __init__(self, dataset: ImageDataset, indices: Sequence[int]) -> None:
+        self.dataset, self.indices = dataset, list(indices)
+        super().__init__(dataset.labels[self.indices], dataset.classes)
+
+    def image(self, i: int, min_size: int | None = None) -> Image.Image | Tensor:
+        """Decode image i."""
+        return self.dataset.image(self.indices[i], min_size)
+
+    def name_of(self, i: int) -> str:
+        """Name of image i in the data set."""
+        return self.dataset.name_of(self.indices[i])
+
+    def arrays(self) -> tuple[Tensor, Tensor] | None:
+        """The images and labels of the subset, if the data set holds arrays."""
+        arrays = self.dataset.arrays()
+        return None if arrays is None else (arrays[0][self.indices], arrays[1][self.indices])

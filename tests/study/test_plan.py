@@ -1,0 +1,193 @@
+"""Which runs are left, and the verdicts."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.study.toy import row_of, toy_study, tuned, with_runs
+from tokamix.study.page import render_page, render_study
+from tokamix.study.plan import FAILS, HOLDS, MISSING, OPEN, RUNNING, list_jobs, verdicts
+from tokamix.study.rows import gpu_minutes, write_row
+from tokamix.study.schema import list_studies, load_study
+
+
+def verdict(study, rows):
+    (only,) = verdicts(study, rows)
+    return only.text
+
+
+def test_tuning_comes_first_with_as_many_rates_for_each_arm() -> None:
+    jobs = list_jobs(toy_study(), [])
+    assert [(job.arm, job.lr_factor) for job in jobs] == [(a, f) for a in ("softmax", "sima") for f in (0.5, 1, 2)]
+    assert {job.holdout for job in jobs} == {20}
+    assert [job.settings["lr"] for job in jobs[:3]] == [0.005, 0.01, 0.02]
+
+
+def test_the_best_rate_is_used_on_the_test_set() -> None:
+    study = toy_study()
+    jobs = list_jobs(study, tuned(study, best=2))
+    assert [(job.arm, job.seed) for job in jobs] == [(a, 10 + i) for i in range(3) for a in ("softmax", "sima")]
+    assert {(job.settings["lr"], job.holdout, job.phase) for job in jobs} == {(0.02, 0, "final")}
+    assert [job.arm for job in list_jobs(study, tuned(study), only="si*")] == ["sima"] * 3
+
+
+def test_a_rate_that_diverges_is_not_chosen() -> None:
+    study = toy_study()
+    rows = tuned(study, best=2)
+    first = list_jobs(study, [])[2]
+    rows = [row if row["settings_hash"] != first.settings_hash else row_of(first, None) for row in rows]
+    assert list_jobs(study, rows)[0].settings["lr"] == pytest.approx(0.005)
+
+
+def test_finished_runs_are_not_repeated_under_any_name() -> None:
+    study = toy_study()
+    rows = with_runs(study, tuned(study), softmax=[50, 51, 52])
+    for row in rows:
+        row["arm"] = "the name in another study"
+    assert [job.arm for job in list_jobs(study, rows)] == ["sima"] * 3
+
+
+def test_the_hash_ignores_names_defaults_and_order() -> None:
+    study = toy_study()
+    same = toy_study(
+        arms={"b": {"use": ["toy"], "set": {"hflip": 0.5, "model": "columnar_tiny_softmax", "seed": 7}}}, claims=[]
+    )
+    other = toy_study(arms={"b": {"use": ["toy"], "set": {"hflip": 0.4, "model": "columnar_tiny_softmax"}}}, claims=[])
+    first, equal, different = (list_jobs(s, [])[0].settings_hash for s in (study, same, other))
+    assert first == equal != different
+
+
+def test_equal_time_scales_the_epochs() -> None:
+    study, speeds = toy_study(), []
+    for arm, speed in (("softmax", "100"), ("sima", "250")):
+        speeds.append({"arm": arm, "mode": "train", "images_per_second": speed})
+    jobs = [job for job in list_jobs(study, tuned(study), speeds) if job.arm == "time_sima"]
+    assert [job.settings["epochs"] for job in jobs] == [5, 5, 5]
+    assert not [job for job in list_jobs(study, tuned(study)) if job.arm == "time_sima"]
+
+
+def test_seeds_are_added_only_while_the_claim_is_open() -> None:
+    study = toy_study()
+    rows = tuned(study)
+    assert verdict(study, rows) == MISSING
+    clear = with_runs(study, rows, softmax=[50.0, 50.1, 50.2], sima=[60.0, 60.1, 60.2])
+    assert verdict(study, clear) == HOLDS
+    assert list_jobs(study, clear) == []
+    unclear = with_runs(study, rows, softmax=[50.0, 50.1, 50.2], sima=[50.1, 50.3, 50.3])
+    assert verdict(study, unclear) == RUNNING
+    assert [(job.arm, job.seed) for job in list_jobs(study, unclear)] == [
+        *(("softmax", 13), ("sima", 13), ("softmax", 14), ("sima", 14))
+    ]
+    last = with_runs(study, rows, softmax=[50.0, 50.1, 50.2, 50.1, 50.0], sima=[50.1, 50.3, 50.3, 50.0, 50.1])
+    assert verdict(study, last) == OPEN
+    assert list_jobs(study, last) == []
+
+
+def test_an_early_look_needs_more_evidence() -> None:
+    """A difference with p = 0.03 after three of five seeds decides nothing, after five of five it does."""
+    study = toy_study()
+    scores = {"softmax": [50.0, 50.4, 50.8], "sima": [51.0, 51.4, 51.8]}
+    assert verdict(study, with_runs(study, tuned(study), **scores)) == RUNNING
+    single = toy_study(looks=[3])
+    assert verdict(single, with_runs(single, tuned(single), **scores)) == HOLDS
+
+
+def claim(**values):
+    arms = values.pop("arms", {"sima": 1, "softmax": -1})
+    return {"claim": "c", "source": "s", "printed": "+1", "arms": arms, **values}
+
+
+@pytest.mark.parametrize(
+    ("rule", "shift", "expected"),
+    [
+        ({"holds": {"above": 0}}, -2.0, FAILS),
+        ({"holds": {"above": 0}}, 0.0, OPEN),
+        ({"holds": {"above": 0}, "fails": {"below": 0.5}}, 0.0, FAILS),
+        ({"holds": {"above": -0.5, "below": 0.5}}, 0.0, HOLDS),
+        ({"holds": {"above": -0.5, "below": 0.5}}, 3.0, FAILS),
+    ],
+)
+def test_rules(rule, shift: float, expected: str) -> None:
+    study = toy_study(looks=[5], claims=[claim(**rule)])
+    base = [50.0, 50.1, 50.2, 50.1, 50.0]
+    rows = with_runs(study, tuned(study), softmax=base, sima=[x + shift for x in reversed(base)])
+    assert verdict(study, rows) == expected
+
+
+def test_holm_counts_every_claim() -> None:
+    """p = 0.03 alone decides; among three claims, two of them not measured, it does not."""
+    scores = {"softmax": [50.0, 50.4, 50.8], "sima": [51.0, 51.4, 51.8]}
+    own = claim(holds={"above": 0})
+    others = [claim(holds={"above": 0}, arms={"time_sima": 1, "softmax": -1})] * 2
+    study = toy_study(looks=[3], claims=[own, *others])
+    assert verdicts(study, with_runs(study, tuned(study), **scores))[0].text == OPEN
+
+
+def test_divergence_is_a_result() -> None:
+    diverges = claim(arms={"sima": 1}, holds="diverges")
+    study = toy_study(claims=[diverges, claim(holds={"above": 0})])
+    rows = with_runs(study, tuned(study), softmax=[50, 51, 52], sima=[None, None, None])
+    assert [v.text for v in verdicts(study, rows)] == [HOLDS, OPEN]
+    assert "3 diverged" in render_study(study, rows, [], rows)
+    finished = with_runs(study, tuned(study), sima=[50, 51, 52])
+    assert verdicts(study, finished)[0].text == FAILS
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arm": {}}, r"study toy: there is no key 'arm'; did you mean arms"),
+        ({"arms": {"a": {"use": ["toi"]}}}, r"arm a: there is no base 'toi'; did you mean toy"),
+        ({"arms": {"a": {"set": {"epocs": 3}}}}, r"there is no key 'epocs'; did you mean epochs"),
+        ({"arms": {"a": {"use": ["toy"], "seeds": 3}}}, r"arm a: there is no key 'seeds'"),
+        ({"arms": {"a b": {"use": ["toy"]}}}, r"letters, digits and underscores"),
+        ({"looks": [3, 3]}, r"must be rising numbers of seeds"),
+        ({"holdout": 0}, r"tuning needs images that are held out"),
+        ({"claims": [claim(holds={"above": 0}, arms={"sima": 1})]}, r"must add up to 0"),
+        ({"claims": [claim(holds={"over": 0})]}, r"must have above, below or both"),
+        ({"claims": [claim(holds={"above": 0}, arms={"simma": 1, "softmax": -1})]}, r"no arm 'simma'; did you mean"),
+        ({"claims": [{"claim": "c"}]}, r"the key source is missing"),
+    ],
+)
+def test_wrong_files(changes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        toy_study(**changes)
+    with pytest.raises(ValueError, match=r"no study 'fair_compare'; did you mean fair_comparison"):
+        load_study("fair_compare")
+
+
+def test_page(tmp_path) -> None:
+    study = toy_study()
+    rows = with_runs(study, tuned(study), softmax=[50.0, 50.1, 50.2], sima=[60.0, 60.1, 60.3])
+    for row in rows:
+        write_row(tmp_path / "toy.csv", row)
+    page = render_page(tmp_path, [study, "fair_comparison"])
+    assert (
+        "| SimA is better | x | 1 | +10.03 ± 0.31 | 3 | holds if above 0, does not hold if outside | **holds** |"
+        in page
+    )
+    assert "| `softmax` | 50.10 ± 0.25 | 3 | 2 | 1 | 0.00 M |  |" in page
+    assert "12 runs, 3 GPU minutes on cpu; commit abc." in page
+    assert "- `fair_comparison`: " in page.partition("## Not run yet")[2]
+    assert gpu_minutes(rows) == pytest.approx(12 * 30 / 2 / 60)
+
+
+@pytest.mark.parametrize("name", list_studies())
+def test_studies_of_the_library(name: str) -> None:
+    """Every study is valid and has an estimate of its cost."""
+    study = load_study(name)
+    least, most = study.minutes
+    assert 0 < least <= most
+    assert list_jobs(study, [])
+
+
+def test_page_of_the_repository_is_current() -> None:
+    root = Path(__file__).parents[2]
+    hint = "run tokamix study --page docs/claims.md"
+    assert render_page(root / "results/studies") == (root / "docs/claims.md").read_text(), hint
+
+
+def test_example_of_the_guide_is_a_study(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[2] / "docs/guides/study.md").read_text()
+    (tmp_path / "my.yaml").write_text(guide.partition("```yaml\n")[2].partition("```")[0])
+    assert len(list_jobs(load_study(tmp_path / "my.yaml"), [])) == 6

@@ -1,0 +1,166 @@
+"""Running a study: rows, resuming, failures, the deadline; the worker, the data, the command."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.command import call
+from tests.study.toy import toy_study, tuned, with_runs
+from tests.train.tiny import tiny_data
+from tokamix.models import create_body
+from tokamix.recipes import create_recipe
+from tokamix.study import run as run_module
+from tokamix.study.data import decode_once, draw_balanced, load_splits
+from tokamix.study.figure import draw_figure
+from tokamix.study.plan import list_jobs
+from tokamix.study.processes import Process
+from tokamix.study.rows import read_rows, write_row
+from tokamix.study.run import run_study
+from tokamix.study.speed import measure_arm
+from tokamix.study.worker import train_job
+
+WORKER = """
+import json, sys, time
+job = json.loads(open(sys.argv[1]).read())
+if job["arm"] == "sima" and "sima fails" in job["source"]:
+    sys.exit("no such kernel")
+if job["arm"] == "sima" and "sima waits" in job["source"]:
+    time.sleep(60)
+score = 50 + job["seed"] / 10 + (job["arm"] == "sima")
+row = {"status": "finished", "score": score, "metrics": json.dumps({"top1": score}), "seconds": 1.0}
+row |= {"images_per_second": 9.0, "train_seconds": 1.0, "settings": json.dumps(job["settings"]), "epochs": 2}
+open(sys.argv[2], "w").write(json.dumps(row))
+"""
+
+
+@pytest.fixture
+def fake_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs end at once, in real processes; the data is its own name."""
+    monkeypatch.setattr(run_module, "decode_once", lambda source, task, folder: source)
+
+    def start(module: str, arguments: list[str], log: Path, runs: Path, mps: bool) -> Process:
+        with log.open("wb") as file:
+            command = [sys.executable, "-S", "-c", WORKER, *arguments]
+            return Process(command, stdout=file, stderr=file, start_new_session=True)
+
+    monkeypatch.setattr(run_module, "start_process", start)
+
+
+def run(folder: Path, source: str = "x", **options) -> list[str]:
+    lines: list[str] = []
+    study = toy_study(looks=[3])
+    run_study(study, {"stripes": source}, folder / "out", folder / "runs", device="cpu", say=lines.append, **options)
+    return lines
+
+
+def test_every_run_is_a_row_and_none_is_repeated(tmp_path: Path, fake_worker: None) -> None:
+    lines = run(tmp_path, jobs=3)
+    rows = read_rows(tmp_path / "out/toy.csv")
+    assert len(rows) == 6 + 6
+    assert [row["phase"] for row in rows].count("tune") == 6
+    assert {(row["arm"], row["seed"]) for row in rows[6:]} == {
+        (a, str(10 + i)) for a in ("sima", "softmax") for i in range(3)
+    }
+    assert {row["processes"] for row in rows} == {"3"}
+    assert any(line.startswith("final sima 12: 52.20 % in 1 s") for line in lines)
+    assert all(create_recipe(json.loads(row["settings"])) for row in rows)
+    run(tmp_path)
+    assert read_rows(tmp_path / "out/toy.csv") == rows
+
+
+def test_a_failed_run_has_no_row_and_is_tried_again_next_time(tmp_path: Path, fake_worker: None) -> None:
+    lines = run(tmp_path, "sima fails", jobs=2)
+    assert {row["arm"] for row in read_rows(tmp_path / "out/toy.csv")} == {"softmax"}
+    assert sum("no such kernel" in line and "FAILED sima" in line for line in lines) == 3
+    run(tmp_path, jobs=4)
+    assert len(read_rows(tmp_path / "out/toy.csv")) == 12
+
+
+def test_the_deadline_stops_what_runs(tmp_path: Path, fake_worker: None) -> None:
+    lines = run(tmp_path, "sima waits", jobs=2, deadline=1.5)
+    assert {row["arm"] for row in read_rows(tmp_path / "out/toy.csv")} == {"softmax"}
+    assert any("stopped sima 0; the same command resumes it" in line for line in lines)
+
+
+def test_unknown_data(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no data 'cifar'; it has stripes: --data NAME=SOURCE"):
+        run_study(toy_study(), {"cifar": "x"}, tmp_path, tmp_path, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def stripes(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Data as `decode_once` writes it."""
+    data, path = tiny_data(), tmp_path_factory.mktemp("data") / "stripes.npz"
+    arrays = {
+        f"{name}_{key}": t.numpy()
+        for name in ("train", "val")
+        for key, t in zip(("images", "labels"), getattr(data, name).arrays(), strict=True)
+    }
+    np.savez(path, name="stripes", classes=np.array(data.classes), **arrays)
+    return str(path)
+
+
+def test_worker(tmp_path: Path, stripes: str) -> None:
+    job = list_jobs(toy_study(), [])[0]
+    given = {"settings": job.settings, "seed": 0, "holdout": 20, "images": None, "source": stripes, "device": "cpu"}
+    row = train_job(given | {"folder": str(tmp_path / "run")})
+    assert (row["status"], row["train_images"], row["epochs"]) == ("finished", 60, 1)
+    assert row["score"] == json.loads(row["metrics"])["top1"] == json.loads(row["curve"])[-1][2]
+    model = create_body("columnar_tiny", "softmax", num_classes=4, img_size=8, **job.settings["model_kwargs"])
+    assert row["parameters"] == sum(p.numel() for p in model.parameters())
+    diverging = {**job.settings, "lr": 1e30, "min_lr": 0, "optimizer": "sgd", "epochs": 3, "eval_every": 3}
+    row = train_job(given | {"settings": diverging, "folder": str(tmp_path / "diverging")})
+    assert (row["status"], row["metrics"]) == ("diverged", "{}")
+
+
+def test_speed() -> None:
+    settings = {**list_jobs(toy_study(), [])[0].settings, "name": "softmax"}
+    train, infer = measure_arm(create_recipe(settings), [16], "cpu")
+    assert (train["mode"], train["size"], infer["mode"], infer["size"]) == ("train", 8, "infer", 16)
+    assert train["images_per_second"] > 0
+
+
+def test_data_is_decoded_once_and_split(tmp_path: Path, stripes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokamix.study.data.create_dataset", lambda source: tiny_data())
+    path = decode_once("stripes", "classify", tmp_path)
+    monkeypatch.setattr("tokamix.study.data.create_dataset", None)
+    assert decode_once("stripes", "classify", tmp_path) == path
+    assert decode_once("folder", "segment", tmp_path) == "folder"
+    whole, held_out = load_splits(path), load_splits(path, holdout=20)
+    assert (len(whole.train), len(whole.val), len(held_out.train), len(held_out.val)) == (80, 37, 60, 20)
+    assert torch.equal(held_out.val.images, load_splits(path, holdout=20, seed=3).val.images)
+    few = load_splits(path, images=10, seed=1).train
+    assert sorted(few.labels.bincount().tolist()) == [2, 2, 3, 3]
+    assert not torch.equal(few.images, load_splits(path, images=10, seed=2).train.images)
+    with pytest.raises(ValueError, match="81 images are asked for, but the training set has 80"):
+        draw_balanced(whole.train.labels, 81, 0)
+    with pytest.raises(ValueError, match="needs images of one size"):
+        load_splits("photos", images=10)
+
+
+def test_figure(tmp_path: Path) -> None:
+    study = toy_study()
+    rows = with_runs(study, tuned(study), softmax=[50.0, 50.1, 50.2], sima=[60.0, 60.1, 60.3])
+    with pytest.raises(ValueError, match="no finished runs"):
+        draw_figure(study, tmp_path / "figure.png", tmp_path)
+    for row in rows:
+        write_row(tmp_path / "toy.csv", row)
+    for arm, speed in (("softmax", 100), ("sima", 250)):
+        for mode in ("train", "infer"):
+            row = {"arm": arm, "mode": mode, "size": 8, "images_per_second": speed}
+            write_row(tmp_path / "toy_speed.csv", row, list(row))
+    draw_figure(study, tmp_path / "figure.png", tmp_path)
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_command(tmp_path: Path) -> None:
+    assert "fair_comparison" in call("study")
+    assert "left: tune column_softmax seed 0 lr x 0.5" in call("study", "fair_comparison", "--plan", "-o", tmp_path)
+    assert "no study 'fair_comparisons'; did you mean" in call("study", "fair_comparisons", code=1)
+    assert "--data 'cifar100' is not NAME=SOURCE" in call("study", "fair_comparison", "--data", "cifar100", code=1)
+    call("study", "--page", tmp_path / "claims.md", "-o", tmp_path)
+    assert (tmp_path / "claims.md").read_text().startswith("# Claims, tested")

@@ -1,0 +1,114 @@
+"""`tokamix study`: the papers' claims and fair comparisons as experiments."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from tokamix.cli._shared import console, plain_errors
+
+
+def study(
+    name: Annotated[
+        str | None, typer.Argument(help="A study, or a YAML file. Without it, the studies are listed.")
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=SOURCE: where a data set of the study is, as for `tokamix train`; repeatable."),
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time. Default: 4 on a GPU, 1 on a CPU.")] = None,
+    deadline: Annotated[
+        float | None, typer.Option(min=1, help="Stop after this many seconds; running trainings save their state.")
+    ] = None,
+    only: Annotated[str, typer.Option(help="Arms that match this pattern, such as 'column_*'.")] = "*",
+    plan: Annotated[
+        bool, typer.Option("--plan", help="List the runs that are left, and their cost; train none.")
+    ] = False,
+    speed: Annotated[
+        bool, typer.Option("--speed", help="Measure speed and memory of the arms instead, one by one.")
+    ] = False,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of NAME.csv.")] = Path("results/studies"),
+    runs: Annotated[Path | None, typer.Option(help="Folder for the runs. Default: runs/studies/NAME.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write the page of all studies, docs/claims.md, here.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Draw a comparison in three panels, as a PNG file here.")] = None,
+    body: Annotated[str, typer.Option(help="With --figure: the arms that start with this, such as column_.")] = "",
+    mps: Annotated[bool, typer.Option(help="Share the GPU through NVIDIA's multi-process service.")] = True,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
+) -> None:
+    """Run a study, or what is left of it: arms x seeds, several trainings at a time, a CSV row for each.
+
+    If it is stopped, the same command resumes it; finished runs are never repeated.
+    """
+    with plain_errors():
+        from tokamix.files import write_text
+        from tokamix.study import load_study, render_page, run_study
+
+        if name is None and page is None:
+            _list_studies(output)
+            return
+        if page is not None:
+            write_text(page, render_page(output))
+            console.print(f"wrote {page}", soft_wrap=True)
+        if name is None:
+            return
+        chosen = load_study(name)
+        if figure is not None:
+            from tokamix.study.figure import draw_figure
+
+            draw_figure(chosen, figure, output, body)
+            console.print(f"wrote {figure}", soft_wrap=True)
+        elif plan:
+            _print_plan(name, output, only)
+        elif speed:
+            from tokamix.study.speed import measure_speeds
+
+            measure_speeds(chosen, output, runs, device, deadline, _say)
+        elif page is None:
+            options = {"jobs": jobs, "mps": mps, "device": device, "deadline": deadline, "only": only, "say": _say}
+            run_study(chosen, dict(map(_parse_source, data or ())), output, runs, **options)  # type: ignore[arg-type]
+            _print_plan(name, output, only)
+
+
+def _say(line: str) -> None:
+    console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _parse_source(text: str) -> tuple[str, str]:
+    name, equals, source = text.partition("=")
+    if not (name and equals and source):
+        raise ValueError(f"--data {text!r} is not NAME=SOURCE, such as cifar100=cifar100_train.npz,cifar100_test.npz")
+    return name, source
+
+
+def _list_studies(output: Path) -> None:
+    from tokamix.study import list_studies, load_study
+    from tokamix.study.rows import read_rows
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("study", "arms", "rows", "estimated GPU minutes", "about"):
+        table.add_column(title)
+    for name in list_studies():
+        study = load_study(name)
+        least, most = study.minutes
+        rows = len(read_rows(output / f"{name}.csv"))
+        table.add_row(name, str(len(study.arms)), str(rows), f"{least:.0f} to {most:.0f}", study.title)
+    console.print(table)
+
+
+def _print_plan(name: str, output: Path, only: str) -> None:
+    from tokamix.study import load_study
+    from tokamix.study.plan import list_jobs, verdicts
+    from tokamix.study.rows import read_all_rows, read_rows
+
+    study = load_study(name)
+    rows, speeds = read_all_rows(output, study.name), read_rows(output / f"{study.name}_speed.csv")
+    jobs = list_jobs(study, rows, speeds, only)
+    for job in jobs:
+        factor = f" lr x {job.lr_factor:g}" if job.phase == "tune" else ""
+        _say(f"left: {job.phase} {job.arm} seed {job.seed}{factor}, about {job.minutes:.1f} min")
+    minutes = sum(job.minutes for job in jobs)
+    _say(f"{study.name}: {len(jobs)} runs can start, about {minutes:.0f} GPU minutes")
+    for verdict in verdicts(study, rows, speeds):
+        ours = f" {verdict.estimate.value:+.2f} ± {verdict.estimate.interval():.2f}" if verdict.estimate else ""
+        _say(f"{verdict.claim.claim}: printed {verdict.claim.printed}, ours{ours or ' -'}: {verdict.text}")

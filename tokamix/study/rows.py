@@ -1,0 +1,62 @@
+"""The rows of a study: one per finished run, in results/studies/NAME.csv."""
+
+import contextlib
+import csv
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+COLUMNS = ["arm", "seed", "phase", "lr_factor", "data", "holdout", "train_images", "epochs", "model", "parameters"]
+COLUMNS += ["status", "score", "metrics", "seconds", "train_seconds", "images_per_second", "processes", "mps"]
+COLUMNS += ["settings_hash", "commit", "gpu", "torch", "settings", "curve"]
+SPEED_COLUMNS = ["arm", "mode", "size", "batch", "images_per_second", "peak_gb", "status", "commit", "gpu", "torch"]
+Row = dict[str, Any]
+Key = tuple[int, str]  # seed, and hash of settings and data
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a CSV file; none if it does not exist."""
+    csv.field_size_limit(10**8)
+    with contextlib.suppress(FileNotFoundError), path.open(newline="") as file:
+        return list(csv.DictReader(file))
+    return []
+
+
+def write_row(path: Path, row: Row, columns: list[str] = COLUMNS) -> None:
+    """Append a row; a new file starts with the header."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists() or not path.stat().st_size
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore", restval="")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def read_all_rows(output: Path, study: str) -> list[Row]:
+    """The rows of a study, and those of all others in the folder: arms with the same settings share their runs."""
+    others = sorted(p for p in output.glob("*.csv") if p.stem != study and not p.stem.endswith("_speed"))
+    return [row for path in (output / f"{study}.csv", *others) for row in read_rows(path)]
+
+
+def key_of(row: Row) -> Key:
+    """What identifies a run: a finished one is never repeated, under whatever name."""
+    return int(row["seed"]), row["settings_hash"]
+
+
+def score_of(row: Row, metric: str) -> float:
+    """A metric of a run's last weights."""
+    metrics = json.loads(row["metrics"])
+    if metric not in metrics:
+        raise ValueError(f"the run {row['arm']} {row['seed']} has no metric {metric!r}, only {', '.join(metrics)}")
+    return float(metrics[metric])
+
+
+def gpu_minutes(rows: Iterable[Row]) -> float:
+    """Minutes of the GPU: runs that shared it count by their share. A resumed run's earlier training counts too."""
+    total = 0.0
+    for row in rows:
+        seconds = max(float(row["seconds"] or 0), float(row["train_seconds"] or 0))
+        total += seconds / max(1, int(row["processes"] or 1)) / 60
+    return total

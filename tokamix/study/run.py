@@ -1,0 +1,193 @@
+"""`run_study`: train what a study still lacks, several runs at a time; every finished run is a row at once."""
+
+import contextlib
+import fnmatch
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tokamix.data.create import normalize_source
+from tokamix.files import write_json
+from tokamix.study.data import decode_once
+from tokamix.study.plan import Job, list_jobs
+from tokamix.study.processes import ROOT, Process, start_mps, start_process, stop_mps, stop_processes
+from tokamix.study.rows import Key, Row, read_all_rows, read_rows, write_row
+from tokamix.study.schema import Study, load_study
+
+JOBS = 4  # runs at a time on a GPU: 1.3 times the images per second of one alone, measured on an H200
+Say = Callable[[str], object]
+
+
+def run_study(
+    study: str | Study,
+    sources: Mapping[str, str] | None = None,
+    output: str | Path = "results/studies",
+    runs: str | Path | None = None,
+    *,
+    jobs: int | None = None,
+    mps: bool = True,
+    device: str | None = None,
+    deadline: float | None = None,
+    only: str = "*",
+    say: Say = print,
+) -> list[Row]:
+    """Train the runs that a study still lacks, and return all rows. If it is stopped, the same call resumes it.
+
+    Args:
+        study: a name of `list_studies()`, a YAML file, or a study.
+        sources: data sets that replace the study's, by name, such as {"cifar100": "a_train.npz,a_test.npz"}.
+        output: folder of NAME.csv, to which each finished run is appended.
+        runs: folder for the runs; default: runs/studies/NAME. Stopped runs resume from it.
+        jobs: runs at a time; default: 4 on a GPU, 1 on a CPU.
+        mps: use NVIDIA's multi-process service for several runs on a GPU.
+        device: "cuda" or "cpu"; default: a GPU if there is one.
+        deadline: seconds after which running trainings are stopped, with their state saved.
+        only: a pattern of arms, such as "column_*".
+        say: called with a line of text for each event.
+    """
+    begun = time.monotonic()
+    study = study if isinstance(study, Study) else load_study(study)
+    pack = _Pack(study, Path(output), Path(runs or f"runs/studies/{study.name}"), device, only, say)
+    pack.decode(sources or {})
+    count = jobs or (JOBS if pack.has_gpu else 1)
+    if mps := mps and pack.has_gpu and count > 1:
+        problem = start_mps(pack.runs)
+        mps = problem is None
+        say("MPS runs" if mps else f"no MPS: {problem}")
+    say(f"{study.name}: {count} runs at a time")
+    try:
+        with _stop_on_signal():
+            pack.run(count, mps, begun + deadline if deadline else None)
+    finally:
+        stop_processes([process for process, _ in pack.running.values()])
+        if mps:
+            stop_mps(pack.runs)
+    return pack.rows
+
+
+class _Pack:
+    """The running trainings of a study."""
+
+    def __init__(self, study: Study, output: Path, runs: Path, device: str | None, only: str, say: Say) -> None:
+        self.study, self.runs, self.device, self.only, self.say = study, runs, device, only, say
+        self.path, self.speed_path = output / f"{study.name}.csv", output / f"{study.name}_speed.csv"
+        self.rows, self.speeds = read_all_rows(output, study.name), read_rows(self.speed_path)
+        self.running: dict[Key, tuple[Process, Job]] = {}
+        self.failed: set[Key] = set()
+        self.retried: set[Key] = set()
+        self.commit = current_commit()
+        (runs / "results").mkdir(parents=True, exist_ok=True)
+        self.has_gpu = device != "cpu" and gpu_is_there()
+
+    def decode(self, sources: Mapping[str, str]) -> None:
+        """Decode the data that the waiting runs need."""
+        if unknown := [name for name in sources if name not in self.study.data]:
+            names = ", ".join(self.study.data)
+            raise ValueError(f"study {self.study.name} has no data {unknown[0]!r}; it has {names}: --data NAME=SOURCE")
+        self.sources: dict[str, str] = {}
+        if not list_jobs(self.study, self.rows, self.speeds, self.only):
+            return
+        for arm in self.study.arms.values():
+            if fnmatch.fnmatch(arm.name, self.only) and arm.data not in self.sources:
+                source = normalize_source(sources.get(arm.data, self.study.data[arm.data]))
+                task = arm.settings.get("task", "classify")
+                self.sources[arm.data] = decode_once(source, task, self.runs / "data")
+
+    def run(self, count: int, mps: bool, deadline: float | None) -> None:
+        """Keep `count` runs going until none is left or the deadline is reached."""
+        self.count, self.mps = count, mps
+        waiting = self._waiting()
+        while (waiting or self.running) and not (deadline and time.monotonic() > deadline):
+            while waiting and len(self.running) < self.count:
+                self._start(waiting.pop(0))
+            finished = [key for key, (process, _) in self.running.items() if process.poll() is not None]
+            for key in finished:
+                self._finish(*self.running.pop(key))
+            if finished:
+                waiting = self._waiting()
+            else:
+                time.sleep(0.05)
+        for _, job in self.running.values():
+            self.say(f"stopped {job.arm} {job.seed}; the same command resumes it")
+
+    def _waiting(self) -> list[Job]:
+        jobs = list_jobs(self.study, self.rows, self.speeds, self.only)
+        return [job for job in jobs if job.key not in self.running and job.key not in self.failed]
+
+    def _files(self, job: Job) -> tuple[Path, Path, Path]:
+        base = self.runs / "results" / job.name
+        return base.with_suffix(".job"), base.with_suffix(".json"), base.with_suffix(".log")
+
+    def _start(self, job: Job) -> None:
+        description, result, log = self._files(job)
+        folder = str(self.runs / job.name)
+        more = {"source": self.sources[job.data], "folder": folder, "device": self.device}
+        write_json(description, asdict(job) | more)
+        arguments = [str(description), str(result)]
+        process = start_process("tokamix.study.worker", arguments, log, self.runs, self.mps)
+        self.running[job.key] = process, job
+
+    def _finish(self, process: Process, job: Job) -> None:
+        stop_processes([process])  # its children
+        _, result, log = self._files(job)
+        if result.exists():
+            self._record(job, json.loads(result.read_text()))
+            result.unlink()
+            return
+        text = log.read_text(errors="replace")
+        if self.mps and job.key not in self.retried and "CUDA" in text[-3000:]:
+            self.say(f"{text[-1000:]}\n{job.arm} {job.seed} failed under MPS; trying again without it")
+            self.mps = False
+            self.retried.add(job.key)
+            return
+        self.failed.add(job.key)
+        self.say(f"{text[-2000:]}\nFAILED {job.arm} {job.seed}; its log is {log}")
+
+    def _record(self, job: Job, row: Row) -> None:
+        row |= {key: getattr(job, key) for key in ("arm", "seed", "phase", "lr_factor", "data", "holdout")}
+        row |= {"settings_hash": job.settings_hash, "commit": self.commit, "processes": self.count, "mps": self.mps}
+        write_row(self.path, row)
+        # as read from the file
+        self.rows.append({key: "" if value is None else str(value) for key, value in row.items()})
+        score = f"{row['score']:.2f} %" if row["status"] == "finished" else row["status"]
+        speed = f", {row['images_per_second']:,.0f} images/s" if row["status"] == "finished" else ""
+        factor = f" lr x {job.lr_factor:g}" if job.phase == "tune" else ""
+        self.say(f"{job.phase} {job.arm} {job.seed}{factor}: {score} in {row['seconds']:.0f} s{speed}")
+
+
+@contextmanager
+def _stop_on_signal() -> Iterator[None]:
+    """A termination signal ends the study like Ctrl-C."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def gpu_is_there() -> bool:
+    """Whether there is an NVIDIA GPU; without torch, which would open the driver before MPS starts."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return bool(subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=20, check=True).stdout.strip())
+    return False
+
+
+def current_commit() -> str:
+    """The commit of the source tree; TOKAMIX_COMMIT names it where there is no repository."""
+    if commit := os.environ.get("TOKAMIX_COMMIT"):
+        return commit
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return ""

@@ -1,0 +1,68 @@
+"""One run of a study, in its own process: `python -m tokamix.study.worker JOB.json RESULT.json`."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokamix.files import write_json
+from tokamix.recipes import create_recipe
+from tokamix.study.data import load_splits
+from tokamix.study.rows import Row
+from tokamix.train import train
+from tokamix.train.loop.engine import NotFiniteError
+
+
+def train_job(job: Row) -> Row:
+    """Train one run and return its row; a run whose loss is not finite is a result, too."""
+    device = job["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+    settings = job["settings"]
+    if device == "cpu":
+        settings = settings | {"precision": "fp32", "compile": False}
+    data: Any = load_splits(job["source"], job["holdout"], job["images"], job["seed"])
+    recipe = create_recipe(settings)
+    row: Row = {
+        "epochs": recipe.num_epochs,
+        "model": recipe.model,
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "settings": json.dumps(job["settings"], sort_keys=True),
+    }
+    if not isinstance(data, str):
+        row["train_images"] = len(data.train)
+    begun = time.perf_counter()
+    try:
+        run = train(None, data, recipe, job["folder"], device=device, quiet=True)
+    except NotFiniteError as error:
+        print(error, flush=True)
+        return row | {"status": "diverged", "seconds": round(time.perf_counter() - begun, 1), "metrics": "{}"}
+    metrics = {key: value for key, value in run.last.items() if key not in ("epoch", "averaged")}
+    speeds = sorted(epoch["images_per_second"] for epoch in run.epochs)
+    return row | {
+        "status": "finished",
+        "score": run.last[run.metric],
+        "metrics": json.dumps(metrics),
+        "parameters": sum(parameter.numel() for parameter in run.load().parameters()),
+        "seconds": round(time.perf_counter() - begun, 1),  # of this process; a resumed run trained before
+        "train_seconds": round(sum(epoch["seconds"] for epoch in run.epochs), 1),
+        "images_per_second": speeds[len(speeds) // 2],
+        "curve": json.dumps(curve(run.epochs, run.metric)),
+    }
+
+
+def curve(epochs: list[Row], metric: str) -> list[list[float]]:
+    """[epoch, seconds of training so far, metric of the last weights, averaged if EMA is on] of each evaluation."""
+    points, seconds, ema = [], 0.0, f"ema_{metric}"
+    for row in epochs:
+        seconds += row["seconds"]
+        if metric in row:
+            points.append([row["epoch"], round(seconds, 1), round(row[ema if ema in row else metric], 3)])
+    return points
+
+
+if __name__ == "__main__":
+    job_path, result_path = map(Path, sys.argv[1:])
+    write_json(result_path, train_job(json.loads(job_path.read_text())))
