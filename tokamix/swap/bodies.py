@@ -25,6 +25,8 @@ def create_replacement(host: SoftmaxAttention, to: str, site: Site, **options: A
     weight mixing those of values and outputs. Norms of queries and keys (`qk_norm`) stay where the mixer has them.
     """
     weight = host.qkv.weight
+    if to == "super_token" and not isinstance(host.q_norm, nn.Identity):
+        options = {"qk_norm": True, **options}
     mixer = create_mixer(to, site, **options, device=weight.device, dtype=weight.dtype)
     target = getattr(mixer, "refine", mixer)
     state = host.state_dict()

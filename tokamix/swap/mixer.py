@@ -1,5 +1,7 @@
 """Replace the attention of an existing model by SimA."""
 
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -12,6 +14,8 @@ from tokamix.swap import timm as timm_host
 from tokamix.swap import tokamix as tokamix_host
 from tokamix.swap import torch as torch_host
 from tokamix.swap._host import Adapter
+from tokamix.swap.bodies import create_replacement, find_body_blocks
+from tokamix.swap.calibrate import Images, calibrate_mixers
 from tokamix.swap.report import SwapReport
 
 MIXERS = ("sima",)
@@ -25,6 +29,9 @@ def swap_mixer(
     num_heads: int | None = None,
     relu: bool = False,
     keep_class_attention: bool = False,
+    where: Sequence[str] | None = None,
+    mixer_kwargs: Mapping[str, Any] | None = None,
+    calibrate: Images | None = None,
 ) -> SwapReport:
     """Replace softmax and cross-covariance attention by SimA, in place; projections keep their weights and names.
 
@@ -39,6 +46,10 @@ def swap_mixer(
         num_heads: heads of every attention, 1 for the paper's single-head form; None keeps the host's number.
         relu: also replace every GELU by ReLU, so that inference needs no exponential.
         keep_class_attention: keep the class attention of CaiT and XCiT. SimA's authors replace it too.
+        where: names of the attentions to replace, in a body; None for all.
+        mixer_kwargs: options of the mixer, in a body.
+        calibrate: a few normalised images (B, C, H, W), or batches of them, on which the new mixers are fitted to the
+            attention they replace; see `tokamix.swap.calibrate`. 256 images are plenty.
 
     Raises:
         ValueError: if the mixer is unknown, nothing can be replaced, or the channels of an attention do not divide into
@@ -46,6 +57,8 @@ def swap_mixer(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"swap_mixer changes a model, not {model!r}; create it first, with tokamix.create_model(name)")
+    if blocks := find_body_blocks(model):
+        return _swap_body(model, blocks, to, where, mixer_kwargs, calibrate)
     if to not in MIXERS:
         raise ValueError(f"unknown mixer {to!r}: with the host's projections swap_mixer supports {', '.join(MIXERS)}")
     hosts: dict[str, tuple[Any, Adapter]] = {
@@ -63,6 +76,7 @@ def swap_mixer(
     for name, (host, adapter) in hosts.items():
         _check(name, host, adapter, heads[name])
 
+    original = copy.deepcopy(model) if calibrate is not None else None
     before = {name for name, _ in model.named_parameters()}
     for name, (host, adapter) in hosts.items():
         module = adapter.create(host, heads[name])
@@ -74,12 +88,39 @@ def swap_mixer(
     used = [adapter for _, adapter in hosts.values()]
     options = {"num_heads": num_heads, "relu": relu, "keep_class_attention": keep_class_attention}
     record_step(model, "swap_mixer", to=to, **options)
+    if original is not None and calibrate is not None:
+        calibrate_mixers(model, {name: original.get_submodule(name) for name in hosts}, original, calibrate)
     return SwapReport(
         replaced={name: type(host).__name__ for name, (host, _) in hosts.items()},
         dropped=sorted(before - {name for name, _ in model.named_parameters()}),
         activations=_replace_gelu(model) if relu else [],
         notes=[adapter.note for adapter in ADAPTERS.values() if adapter in used and adapter.note],
     )
+
+
+def _swap_body(
+    model: nn.Module,
+    blocks: Mapping[str, Any],
+    to: str,
+    where: Sequence[str] | None,
+    mixer_kwargs: Mapping[str, Any] | None,
+    calibrate: Images | None,
+) -> SwapReport:
+    """Replace the softmax attention of a body's blocks by a registered mixer."""
+    names = list(blocks) if where is None else list(where)
+    if unknown := [name for name in names if name not in blocks]:
+        raise ValueError(f"where={unknown[0]!r} is no softmax attention of this body: choose from {', '.join(blocks)}")
+    options = dict(mixer_kwargs or {})
+    mixers = {name: create_replacement(blocks[name].mixer, to, blocks[name].site, **options) for name in names}
+    original = copy.deepcopy(model) if calibrate is not None else None
+    before = {name for name, _ in model.named_parameters()}
+    for name, mixer in mixers.items():
+        blocks[name].mixer = mixer
+    record_step(model, "swap_mixer", to=to, where=where and names, mixer_kwargs=options)
+    if original is not None and calibrate is not None:
+        calibrate_mixers(model, {name: original.get_submodule(name) for name in names}, original, calibrate)
+    dropped = sorted(before - {name for name, _ in model.named_parameters()})
+    return SwapReport(dict.fromkeys(names, "SoftmaxAttention"), dropped, [], [])
 
 
 def find_adapter(module: nn.Module) -> Adapter | None:
