@@ -10,6 +10,7 @@ import typer
 import tokamix
 from tokamix.cli.bench import bench
 from tokamix.cli.compare import compare
+from tokamix.cli.convert import convert
 from tokamix.cli.demo import demo
 from tokamix.cli.eval import eval_
 from tokamix.cli.info import info
@@ -44,6 +45,7 @@ for name, command in (
     ("models", models),
     ("recipes", recipes),
     ("compare", compare),
+    ("convert", convert),
     ("demo", demo),
     ("study", study),
     ("bench", bench),

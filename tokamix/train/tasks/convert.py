@@ -77,7 +77,7 @@ class FineTune(Distill):
     """Fine-tuning of a converted network with the original as teacher, all blocks at once or one after another.
 
     Args:
-        recipe: with a teacher.
+        recipe: with a teacher, or without distillation.
         data: images and labels.
         original: the network before the conversion; the teacher if the recipe's is "self".
         hosts: the replaced mixers, for a progressive conversion.
@@ -99,7 +99,8 @@ class FineTune(Distill):
 
     def prepare(self, model: nn.Module, accelerator: Accelerator | None) -> None:
         """Load the teacher, and attach the replaced mixers of a progressive conversion."""
-        super().prepare(model, accelerator)
+        if self.recipe.distillation != "none":
+            super().prepare(model, accelerator)
         for index, (name, host) in enumerate(self.hosts.items() if self.progressive else ()):
             start, end = (self.progressive * i / len(self.hosts) for i in (index, index + 1))
             hook = self._blend_with(host.eval().requires_grad_(False), start, end)
@@ -140,6 +141,8 @@ class FineTune(Distill):
     def loss(self, model: nn.Module, images: Tensor, labels: Tensor, position: Position) -> tuple[Tensor, Logs]:
         """Compute the loss of a batch, and the scalars to log."""
         self.progress = position.progress
+        if self.recipe.distillation == "none":
+            return Classify.loss(self, model, images, labels, position)
         return super().loss(model, images, labels, position)
 
 
