@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-Task = Literal["classify", "segment", "detect"]
+Task = Literal["classify", "segment", "detect", "dino"]
 METHODS: dict[str, tuple[str, ...]] = {
     "segment": ("semantic_fpn", "upernet"),
     "detect": ("retinanet", "mask_rcnn", "cascade_mask_rcnn"),

@@ -9,7 +9,7 @@ from tokamix.dense.saved import create_dense_model
 from tokamix.recipes import FOLDER, DetectRecipe, SegmentRecipe, list_recipes, load_recipe, recipe_rows
 from tokamix.tasks import METHODS
 
-NAMES = [name for name in list_recipes() if load_recipe(name).task != "classify"]
+NAMES = [name for name in list_recipes() if load_recipe(name).task in ("segment", "detect")]
 OURS = {"shapes_segment", "shapes_detect", "small_segment", "small_detect"}
 ATMNET = ("atmnet_xtiny", "atmnet_tiny", "atmnet_small", "atmnet_base", "atmnet_large")
 SEGMENT_DEPTH = (0.1, 0.1, 0.2, 0.2, 0.2)  # ATMNet, section 4.2

@@ -112,7 +112,7 @@ def test_super_tokens_of_one_token_stay_what_they_are() -> None:
 
 def test_some_blocks_of_a_body_and_bad_input() -> None:
     model = create("column")
-    with pytest.raises(ValueError, match=r"where=.blocks\.7\.mixer. is no softmax attention of this body"):
+    with pytest.raises(ValueError, match=r"where=.blocks\.7\.mixer. matches no attention: there are 2"):
         tokamix.swap_mixer(model, "sima", where=["blocks.7.mixer"])
     with pytest.raises(ValueError, match="calibration needs images, got none"):
         tokamix.swap_mixer(copy.deepcopy(model), "sima", calibrate=[])

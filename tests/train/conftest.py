@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.train import tiny, tiny_dense
-from tests.train.launch import DENSE_RUNS, DISTRIBUTED, torchrun
+from tests.train.launch import DENSE_RUNS, DINO_RUN, DISTRIBUTED, torchrun
 from tokamix.train import RunResult
 from tokamix.train.output import run_folder
 from tokamix.train.tasks import classify
@@ -49,7 +49,8 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subpr
     """Runs of all tasks in one job of two processes, and the finished job."""
     folder = tmp_path_factory.mktemp("two_processes")
     runs = [{**tiny.PARALLEL, **more, "output": str(folder / name)} for name, more in DISTRIBUTED.items()]
-    runs += [{**settings, "output": str(folder / name)} for name, settings in DENSE_RUNS.items()]
+    others = {**DENSE_RUNS, "dino": DINO_RUN}
+    runs += [{**settings, "output": str(folder / name)} for name, settings in others.items()]
     job = torchrun({"runs": runs})
     assert job.returncode == 0, job.stderr[-3000:]
     return folder, job

@@ -19,6 +19,7 @@ DENSE_RUNS: dict[str, dict[str, Any]] = {
     "masks": {"task": "detect", **SHORT, **MASKS},
     "cascade": {"task": "detect", "iterations": 1, "eval_every": 1, **MASKS, "method": "cascade_mask_rcnn"},
 }
+DINO_RUN: dict[str, Any] = {"task": "dino", "save_every": 3, "log_every": 1}
 
 
 def torchrun_command(job: dict[str, Any], restarts: int = 0) -> list[str]:

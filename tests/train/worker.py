@@ -1,6 +1,6 @@
 """Trains tiny models in a job of torchrun. `python -m tests.train.worker '{"runs": [{...}, ...]}'`
 
-"runs" holds the settings of one run after the other; one with "task" is a segmenter or detector. A run with
+"runs" holds the settings of one run after the other; one with "task" is a segmenter, detector or DINO. A run with
 "kill": [attempt, step] kills process 1 before that step in that attempt of an elastic job.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tests.train import tiny, tiny_dense
+from tests.train import tiny, tiny_dense, tiny_dino
 from tokamix.train.loop.engine import Engine
 
 train_step = Engine._train_step
@@ -37,7 +37,9 @@ if __name__ == "__main__":
         if "kill" in settings:
             kill_before(*settings.pop("kill"))
         output = Path(settings.pop("output"))
-        if "task" in settings:
+        if settings.get("task") == "dino":
+            tiny_dino.run(output, **settings)
+        elif "task" in settings:
             tiny_dense.run(settings.pop("task"), output, **settings)
         else:
             tiny.run(output, **settings)

@@ -18,6 +18,7 @@ console = Console()
 # texts of PyTorch's errors on the GPU and the CPU
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")
 METRICS = {"top1": "top-1", "miou": "mIoU", "box_ap": "box AP", "mask_ap": "mask AP"}
+METRICS |= {"knn": "k-NN", "effective_rank": "effective rank"}
 
 
 @contextlib.contextmanager

@@ -13,12 +13,15 @@ from tokamix.cli.compare import compare
 from tokamix.cli.convert import convert
 from tokamix.cli.demo import demo
 from tokamix.cli.eval import eval_
+from tokamix.cli.explain import explain
+from tokamix.cli.export import export
 from tokamix.cli.info import info
 from tokamix.cli.models import models
 from tokamix.cli.predict import predict
 from tokamix.cli.recipes import recipes
 from tokamix.cli.study import study
 from tokamix.cli.train import train
+from tokamix.cli.transfer import transfer
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
@@ -42,6 +45,9 @@ for name, command in (
     ("train", train),
     ("eval", eval_),
     ("predict", predict),
+    ("export", export),
+    ("transfer", transfer),
+    ("explain", explain),
     ("models", models),
     ("recipes", recipes),
     ("compare", compare),

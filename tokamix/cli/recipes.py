@@ -22,7 +22,7 @@ def recipes(
         if name:
             print(load_recipe(name, model=model).to_yaml(), end="")
             return
-        caption = "printed: top-1, mIoU, box and mask AP in the paper; `tokamix recipes NAME` prints every value"
+        caption = "printed: the paper's top-1, mIoU, AP, linear and 20-NN; `tokamix recipes NAME` prints every value"
         table = Table(box=None, header_style="bold", caption=caption, caption_justify="left")
         rows = [
             {
@@ -30,7 +30,7 @@ def recipes(
                 "model": row.model or "any",
                 "length": duration(row),
                 "printed": printed(row),
-                "px": str(row.image_size if row.task == "classify" else (row.scale or ("",))[-1]),
+                "px": str(getattr(row, "image_size", None) or (row.scale or ("",))[-1]),
                 "source": row.source,
             }
             for recipe in list_recipes()

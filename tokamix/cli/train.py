@@ -25,7 +25,7 @@ def train(
         typer.Option(help="A name of `tokamix recipes`, or a YAML file. Default: small, by the task."),
     ] = None,
     task: Annotated[
-        Literal["classify", "segment", "detect"] | None, typer.Option(help="Default: the recipe's.")
+        Literal["classify", "segment", "detect", "dino"] | None, typer.Option(help="Default: the recipe's.")
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs; the schedule scales with them.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate after warm-up.")] = None,

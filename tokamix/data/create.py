@@ -7,19 +7,22 @@ from tokamix.data.splits import DatasetSplits
 from tokamix.tasks import Task
 
 
-def create_dataset(source: str | os.PathLike[str], task: Task = "classify", seed: int = 0) -> DatasetSplits:
+def create_dataset(
+    source: str | os.PathLike[str], task: Task = "classify", seed: int = 0, labels: bool = True
+) -> DatasetSplits:
     """Open a data set by name or path and return its training and validation splits.
 
     Args:
         source: a name or path for `open_images` (classification) or `open_annotated` (segmentation, detection).
         task: "classify", "segment" or "detect".
         seed: seed of generated images (`shapes`); held-out splits do not depend on it.
+        labels: False also opens a folder of images without class folders, for tasks that need no labels.
     """
     name = normalize_source(source)
     if task == "classify":
         from tokamix.data.images.sources import open_images
 
-        return open_images(name, seed)
+        return open_images(name, seed, labels)
     if task not in ("segment", "detect"):
         raise ValueError(f"the task is {task!r}, but must be classify, segment or detect")
     from tokamix.data.annotated.sources import open_annotated

@@ -24,6 +24,11 @@ def match_classes(config: InferenceConfig, classes: Sequence[str], data: str) ->
         the difference, or "".
     """
     names, classes = config.class_names, tuple(classes)
+    if not names:
+        raise ValueError(
+            "the model has no classes, it returns features: measure them with `tokamix probe`, or train a classifier"
+            " from it with `tokamix train --checkpoint`"
+        )
     if not config.has_class_names:
         if len(names) != len(classes):
             raise ValueError(f"the model has {len(names)} classes, but {data} has {len(classes)}")

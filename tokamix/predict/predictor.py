@@ -85,6 +85,11 @@ class Predictor:
     ) -> None:
         if top_k < 1 or batch_size < 1:
             raise ValueError(f"top_k and batch_size must be at least 1, got {top_k} and {batch_size}")
+        if config.task == "classify" and not config.num_classes:
+            raise ValueError(
+                "the model has no classes, it returns features: use `tokamix embed` or `tokamix probe`, or train a"
+                " classifier from it with `tokamix train --checkpoint`"
+            )
         self.model, self.config, self.precision = model, config, precision
         self.top_k, self.batch_size = top_k, batch_size
 

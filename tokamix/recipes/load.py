@@ -106,6 +106,8 @@ def _scale_schedule(before: dict[str, Any], values: dict[str, Any], overridden: 
         changes["warmup_epochs"] = round(warmup * new / old, 4)
     if warmup := scaled("warmup_iterations"):
         changes["warmup_iterations"] = int(warmup * new / old)
+    if values.get("task") == "dino" and unit == "epochs" and (warmup := scaled("teacher_temp_warmup")):
+        changes["teacher_temp_warmup"] = round(warmup * new / old, 4)
     if milestones := scaled("milestones"):
         changes["milestones"] = [round(milestone * new / old, 4) for milestone in milestones]
     if (later := scaled("drop_path_later")) and unit == "epochs":

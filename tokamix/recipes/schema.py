@@ -60,13 +60,13 @@ CountOrZero = Annotated[int, Range(0)]
 class Recipe:
     """Everything that decides how a model is trained: the keys that all tasks share, validated on creation.
 
-    Create one with `load_recipe` or as `ClassifyRecipe`, `SegmentRecipe` or `DetectRecipe`.
+    Create one with `load_recipe` or as `ClassifyRecipe`, `SegmentRecipe`, `DetectRecipe` or `DinoRecipe`.
 
     Attributes:
         name: name of the recipe.
         source: the paper, its section and table row; or "ours".
         data: the data set of that row; a hint only, since the command names the data.
-        task: classify, segment or detect.
+        task: classify, segment, detect or dino.
         model: name of the model, or of the backbone in segment and detect; the command may name another.
         model_kwargs: arguments of that model; `{}` for a model that does not accept them.
         finetune: training starts from trained weights.
@@ -93,7 +93,9 @@ class Recipe:
         eps: of Adam-like optimizers; none: the optimizer's default.
         momentum: of SGD-like optimizers and Muon.
         weight_decay: not applied to norms, biases and parameters that the model excludes.
+        weight_decay_end: weight decay at the end of the run, reached along a cosine; none: it does not change.
         clip_grad: maximum norm of all gradients together; none: no clipping.
+        clip_per_parameter: `clip_grad` applies to the gradient of each parameter alone, as DINO does.
         drop_path: stochastic depth; none: the model's default.
         drop_path_later: epoch -> stochastic depth from that epoch on.
         eval_mode: train in evaluation mode: BatchNorm statistics are frozen and dropout is off.
@@ -143,7 +145,9 @@ class Recipe:
     eps: NotNegative | None = None
     momentum: Rate = 0.9
     weight_decay: NotNegative = 0.05
+    weight_decay_end: NotNegative | None = None
     clip_grad: Positive | None = None
+    clip_per_parameter: bool = False
 
     drop_path: Rate | None = None
     drop_path_later: dict[int, Rate] = field(default_factory=dict)
@@ -185,6 +189,10 @@ class Recipe:
             return (
                 f"ema {self.ema:g} and ema_half_life {self.ema_half_life:g} exclude each other; set one of them to none"
             )
+        if self.weight_decay_end is not None and not self.weight_decay:
+            return f"weight_decay_end is {self.weight_decay_end:g}, but weight_decay is 0; set it above 0"
+        if self.clip_per_parameter and self.clip_grad is None:
+            return "clip_per_parameter needs clip_grad, the largest norm; set clip_grad, or clip_per_parameter to false"
         if wrong := [epoch for epoch in self.drop_path_later if not 0 < epoch < self.epochs]:
             return f"drop_path_later names epoch {wrong[0]} of {self.epochs}; set it to {{}} for no change"
         return self._schedule_conflict()
@@ -402,7 +410,85 @@ class DetectRecipe(DenseRecipe):
     crop_then_scale: bool = False
 
 
-RECIPES: dict[str, type[Recipe]] = {"classify": ClassifyRecipe, "segment": SegmentRecipe, "detect": DetectRecipe}
+@dataclass(frozen=True, kw_only=True)
+class DinoRecipe(Recipe):
+    """How a backbone is trained without labels: DINO, arXiv 2104.14294.
+
+    Attributes:
+        printed: the numbers in percent that the paper prints for this row, such as {linear: 75.5, knn: 71.2}.
+        image_size: side of the global crops in pixels, and of the images in evaluation.
+        crop_pct: fraction of the resized image's side kept by the centre crop in evaluation; none: the model's own.
+        crop_scale: area of a global crop; there are two of each image.
+        local_crops: local crops of each image, which the student alone sees.
+        local_size: side of the local crops in pixels.
+        local_scale: area of a local crop.
+        color_jitter: strength of brightness, contrast, saturation and hue changes, made with probability 0.8.
+        blur_sigma: range of the Gaussian blur's standard deviation in pixels.
+        out_dim: outputs of the head, the dimensions of the distributions that are compared.
+        head_dim: hidden width of the head.
+        bottleneck_dim: width of the head before its last layer.
+        norm_last_layer: the rows of the last layer have norm 1; false: the norms are learned.
+        freeze_last_layer: epochs at the start in which the last layer does not change.
+        centering: against collapse: "center" subtracts the teacher's running mean, "sinkhorn" balances each batch.
+        center_momentum: of the running mean.
+        student_temp: temperature of the student's softmax.
+        teacher_temp: temperature of the teacher's softmax, or of Sinkhorn.
+        teacher_temp_start: the same at the start; it rises linearly over `teacher_temp_warmup` epochs.
+        teacher_temp_warmup: epochs of that warm-up.
+        teacher_momentum: momentum of the teacher's weights at the start; it rises to 1 along a cosine.
+        knn_k: neighbours of the k-NN accuracy that is measured during training.
+        knn_images: training images with which validation images are compared then.
+        stop_on_collapse: end the run if all images get the same output, from a tenth of the run on.
+    """
+
+    task: Literal["dino"] = "dino"
+    printed: dict[str, Percent] = field(default_factory=dict)
+    select: Literal["best", "last"] = "last"
+
+    image_size: Count = 224
+    crop_pct: Fraction | None = None
+    crop_scale: tuple[Fraction, Fraction] = (0.4, 1.0)
+    local_crops: CountOrZero = 8
+    local_size: Count = 96
+    local_scale: tuple[Fraction, Fraction] = (0.05, 0.4)
+    color_jitter: tuple[Probability, Probability, Probability, Annotated[float, Range(0, 0.5)]] = (0.4, 0.4, 0.2, 0.1)
+    blur_sigma: tuple[Positive, Positive] = (0.1, 2.0)
+
+    out_dim: Count = 65536
+    head_dim: Count = 2048
+    bottleneck_dim: Count = 256
+    norm_last_layer: bool = True
+    freeze_last_layer: NotNegative = 1.0
+    centering: Literal["center", "sinkhorn"] = "center"
+    center_momentum: Rate = 0.9
+    student_temp: Positive = 0.1
+    teacher_temp: Positive = 0.04
+    teacher_temp_start: Positive = 0.04
+    teacher_temp_warmup: NotNegative = 0.0
+    teacher_momentum: Probability = 0.996
+
+    knn_k: Count = 20
+    knn_images: Count = 20_000
+    stop_on_collapse: bool = False
+
+    def _conflict(self) -> str | None:
+        for key in ("crop_scale", "local_scale", "blur_sigma"):
+            low, high = getattr(self, key)
+            if low > high:
+                return f"{key} is [{low:g}, {high:g}], but must be two rising numbers"
+        if self.ema_decay:
+            return "the teacher is the moving average of the weights; set ema and ema_half_life to none"
+        if self.out_dim < 2:
+            return f"out_dim is {self.out_dim}, but must be at least 2"
+        return super()._conflict()
+
+
+RECIPES: dict[str, type[Recipe]] = {
+    "classify": ClassifyRecipe,
+    "segment": SegmentRecipe,
+    "detect": DetectRecipe,
+    "dino": DinoRecipe,
+}
 
 
 def create_recipe(values: Mapping[str, Any]) -> Recipe:

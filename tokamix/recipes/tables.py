@@ -10,13 +10,13 @@ from tokamix.recipes.load import list_recipes, recipe_rows
 from tokamix.recipes.schema import RECIPES, Recipe, default_of, type_hints
 
 TITLES = ("recipe", "model", "data", "length", "printed", "source")
-LABELS = {"miou": "mIoU", "miou_ms": "mIoU, multi-scale", "box_ap": "box AP", "mask_ap": "mask AP"}
+LABELS = {"miou": "mIoU", "miou_ms": "mIoU, multi-scale", "box_ap": "box AP", "mask_ap": "mask AP", "knn": "20-NN"}
 
 
-def rows(dense: bool) -> list[tuple[str, str, str, str, str, str]]:
-    """One row of text for each recipe and model, under TITLES, grouped by paper, ours first."""
+def rows(*tasks: str) -> list[tuple[str, str, str, str, str, str]]:
+    """One row of text for each recipe of some tasks and model, under TITLES, grouped by paper, ours first."""
     recipes = [recipe for name in list_recipes() for recipe in recipe_rows(name)]
-    chosen = [recipe for recipe in recipes if (recipe.task != "classify") == dense]
+    chosen = [recipe for recipe in recipes if recipe.task in tasks]
     chosen.sort(key=lambda r: (r.source != "ours", r.source.partition(",")[0]))
     return [(r.name, r.model or "any", r.data or "any", duration(r), printed(r), r.source) for r in chosen]
 
@@ -67,8 +67,9 @@ def markdown(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def fill(page: str) -> str:
     """The page with its tables regenerated; each stands between `<!-- name -->` and `<!-- end -->`."""
     tables = {
-        "recipes": markdown((*TITLES[:4], "top-1", TITLES[5]), rows(dense=False)),
-        "dense recipes": markdown(TITLES, rows(dense=True)),
+        "recipes": markdown((*TITLES[:4], "top-1", TITLES[5]), rows("classify")),
+        "dense recipes": markdown(TITLES, rows("segment", "detect")),
+        "self-supervised recipes": markdown(TITLES, rows("dino")),
         "keys": markdown(("key", "task", "default", "meaning"), key_rows()),
     }
     for name, table in tables.items():

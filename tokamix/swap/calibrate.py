@@ -221,7 +221,7 @@ class BankFit:
         mean[:, self.pairs == 0] = mean[:, self.pairs > 0].min()
         mixer.bank[: mixer.num_heads] = mean.log().to(mixer.bank)
         if mixer.adapter is not None and mixer.policy_activation == "identity":
-            last: Any = mixer.adapter[-1]
+            last: Any = list(mixer.adapter.children())[-1]
             choice = torch.zeros(len(mixer.bank), mixer.num_heads)
             choice[: mixer.num_heads] = torch.eye(mixer.num_heads)
             last.weight.mul_(0.1)  # the choice adapts to the tokens from here on

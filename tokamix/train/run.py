@@ -41,7 +41,7 @@ class RunResult:
         best: the evaluation that the recipe selects, by default the best one: metrics, epoch (counted from 1), and
             whether the weights are averaged.
         epochs: one row per epoch; metrics of the validation data only in epochs with an evaluation.
-        metric: the metric that selects the best weights: "top1", "miou", "mask_ap" or "box_ap".
+        metric: the metric that selects the best weights: "top1", "miou", "mask_ap", "box_ap" or "knn".
         last: the last evaluation, of the averaged weights if EMA is on, with the keys of `best`. The best epoch is
             chosen on the validation data, which makes its metrics optimistic; these are not.
     """
@@ -73,7 +73,7 @@ def train(
     recipe: str | Recipe | None = None,
     output: str | Path | None = None,
     *,
-    task: Literal["classify", "segment", "detect"] | Callable[[Any, str | DatasetSplits], Task] | None = None,
+    task: Literal["classify", "segment", "detect", "dino"] | Callable[[Any, str | DatasetSplits], Task] | None = None,
     overrides: Sequence[str] | Mapping[str, Any] = (),
     checkpoint: str | Path | None = None,
     pretrained: bool = False,
@@ -95,8 +95,8 @@ def train(
         model: a model name of tokamix or timm, a module, or None for the recipe's or the checkpoint's own; the name of
             the backbone in segmentation and detection.
         data: a source as in `tokamix.create_dataset`, or the result of it.
-        recipe: a name of `tokamix.list_recipes()`, a YAML file, or a recipe; default: `small`, `small_segment` or
-            `small_detect`.
+        recipe: a name of `tokamix.list_recipes()`, a YAML file, or a recipe; default: `small`, `small_segment`,
+            `small_detect` or `small_dino`.
         output: the run's folder; default: the unfinished run with the same settings under runs/, else the next free
             one of runs/train, runs/train-2, ...
         task: default: the recipe's; or your own, a class or function that takes the recipe and the data, see `Task`.
@@ -134,7 +134,7 @@ def train(
     with ExitStack() as stack:
         folder = RunFolder(_lock(stack, lock_run_folder(output, settings, new=not resume), main))
         state = _load_state(folder, settings, accelerator) if resume else None
-        stack.enter_context(numerics(accelerator.device, deterministic, fixed_size=recipe.task == "classify"))
+        stack.enter_context(numerics(accelerator.device, deterministic, fixed_size=recipe.task in ("classify", "dino")))
         rank, world_size = accelerator.process_index, accelerator.num_processes
         micro_batch = recipe.micro_batch(world_size)
         loaders = job.create_loaders(LoaderOptions(micro_batch, rank, world_size, accelerator.device, workers, corrupt))

@@ -38,6 +38,16 @@ class ImageDataset:
         """All images (N, C, H, W) as uint8 and labels (N,), if they fit into memory; else None."""
         return None
 
+    def subset(self, indices: Sequence[int]) -> "ImageDataset":
+        """A part of the images; they keep their names."""
+        return Subset(self, indices)
+
+    def at_most(self, count: int) -> "ImageDataset":
+        """At most `count` images, evenly spread over the data set."""
+        if len(self) <= count:
+            return self
+        return self.subset([i * len(self) // count for i in range(count)])
+
     def check_labels(self) -> None:
         """Raise if a label has no class."""
         wrong = ((self.labels < 0) | (self.labels >= len(self.classes))).nonzero().flatten().tolist()
@@ -62,6 +72,27 @@ class ArrayDataset(ImageDataset):
     def arrays(self) -> tuple[Tensor, Tensor]:
         """The tensors themselves."""
         return self.images, self.labels
+
+
+class Subset(ImageDataset):
+    """Some images of a data set."""
+
+    def __init__(self, dataset: ImageDataset, indices: Sequence[int]) -> None:
+        self.dataset, self.indices = dataset, indices
+        super().__init__(dataset.labels[torch.as_tensor(indices, dtype=torch.int64)], dataset.classes)
+
+    def image(self, i: int, min_size: int | None = None) -> Image.Image | Tensor:
+        """Decode image i of the part."""
+        return self.dataset.image(self.indices[i], min_size)
+
+    def name_of(self, i: int) -> str:
+        """Name of the image in the whole data set."""
+        return self.dataset.name_of(self.indices[i])
+
+    def arrays(self) -> tuple[Tensor, Tensor] | None:
+        """Copies of the images, if the data set is held in memory."""
+        arrays = self.dataset.arrays()
+        return None if arrays is None else (arrays[0][torch.as_tensor(self.indices)], self.labels)
 
 
 class FileDataset(ImageDataset):

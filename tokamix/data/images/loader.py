@@ -70,7 +70,7 @@ def create_train_loader(
         order = StreamOrder(*common, stream=dataset, spare=corrupt == "skip")
     else:
         order = IndexOrder(*common, repeats=recipe.repeated_augmentation)
-    arrays = _resident_arrays(dataset, resident, corrupt) if can_batch(recipe.augment) else None
+    arrays = resident_arrays(dataset, resident, corrupt) if can_batch(recipe.augment) else None
     crop_pct = crop_pct or recipe.crop_pct
     if arrays is not None and isinstance(order, IndexOrder):
         shape: Any = {"image_size": recipe.image_size, "crop_pct": crop_pct or 1.0}
@@ -115,7 +115,7 @@ def create_eval_loader(
     shape: Any = {"image_size": config.image_size, "crop_pct": config.crop_pct, "interpolation": config.interpolation}
     common = (len(dataset), batch_size, rank, world_size, False)
     order = StreamOrder(*common, stream=dataset) if isinstance(dataset, ImageStream) else IndexOrder(*common)
-    arrays = _resident_arrays(dataset, resident, corrupt)
+    arrays = resident_arrays(dataset, resident, corrupt)
     if arrays is not None and isinstance(order, IndexOrder):
         return ResidentLoader(*arrays, order, device, config.mean, config.std, **shape)
     if resident:
@@ -126,7 +126,7 @@ def create_eval_loader(
     )
 
 
-def _resident_arrays(
+def resident_arrays(
     dataset: ImageDataset | ImageStream, resident: bool | None, corrupt: Corrupt
 ) -> tuple[Tensor, Tensor] | None:
     """All images and labels if they can be kept on the device."""

@@ -75,18 +75,24 @@ class PackDataset(ImageDataset):
                 images[block] = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
         return images
 
-    def subset(self, indices: list[int]) -> "PackDataset":
+    def subset(self, indices: Sequence[int]) -> "PackDataset":
         """A part of the images; they keep their names."""
         numbers = [self.indices[i] for i in indices]
-        return PackDataset([self.contents[i] for i in indices], self.labels[indices], self.classes, self.packs, numbers)
+        return PackDataset(
+            [self.contents[i] for i in indices], self.labels[list(indices)], self.classes, self.packs, numbers
+        )
 
 
 def open_packs(source: str) -> tuple[PackDataset, PackDataset]:
-    """Open packs, separated by commas; names that end in _val or _test are for validation, else a fifth is held out."""
+    """Open packs, separated by commas; names that end in _val or _test are for validation, else a fifth is held out.
+
+    Validation packs alone have no training images: enough for evaluation.
+    """
     paths = [Path(part.strip()).expanduser() for part in source.split(",")]
     is_val = [path.stem.lower().rpartition("_")[2] in VAL_NAMES for path in paths]
     if all(is_val):
-        raise DataError(f"{source} has only validation packs; add a training pack, separated by a comma")
+        val = _join([_read_pack(path) for path in paths])
+        return val.subset([]), val
     train = _join([_read_pack(path) for path, val in zip(paths, is_val, strict=True) if not val])
     if any(is_val):
         return train, _join([_read_pack(path) for path, val in zip(paths, is_val, strict=True) if val])

@@ -1,10 +1,12 @@
 """Augmentation parameters of batches, drawn on the CPU and used on the device."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tokamix.data.batches import BatchOrder
-from tokamix.data.images.augment import Augment, Erase, Table
+from tokamix.data.images.augment import Erase, Table
 from tokamix.data.rng import generator
 
 BLOCK = 16  # batches whose parameters are drawn together, which takes hardly longer than for one
@@ -22,7 +24,7 @@ class AugmentPlan:
 
     Args:
         order: the batches.
-        augment: augmentation of whole batches, if any.
+        augment: augmentation of whole batches, an `Augment` or `MultiCrop`, if any.
         erase: random erasing, if any.
         size: (H, W) of the images before augmentation.
         image_size: side of the images after it.
@@ -32,7 +34,7 @@ class AugmentPlan:
     def __init__(
         self,
         order: BatchOrder,
-        augment: Augment | None,
+        augment: Any,
         erase: Erase | None,
         size: tuple[int, int],
         image_size: int,

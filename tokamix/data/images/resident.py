@@ -1,11 +1,12 @@
 """Small data sets that stay on the device as uint8 and are augmented there."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from tokamix.compile import capture_graph
 from tokamix.data.batches import IndexOrder
 from tokamix.data.images.augment import Augment, Erase
 from tokamix.data.images.plan import AugmentPlan, copy_to_device
@@ -15,7 +16,7 @@ from tokamix.data.loading import Loader
 if TYPE_CHECKING:
     from tokamix.recipes import Recipe
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, ...]  # images and labels
 
 
 class ResidentLoader(Loader):
@@ -57,13 +58,16 @@ class ResidentLoader(Loader):
         self.images, self.labels = images, labels.to(self.device)
         self.plan: AugmentPlan | None = None
         if recipe:
-            augment = Augment(recipe, self.mean, self.device)
-            erase = Erase(recipe.random_erasing, len(self.mean), self.device) if recipe.random_erasing else None
+            erasing = getattr(recipe, "random_erasing", 0.0)
+            erase = Erase(erasing, len(self.mean), self.device) if erasing else None
             size = (images.shape[-2], images.shape[-1])
-            self.plan = AugmentPlan(order, augment, erase, size, image_size, self.device)
+            self.plan = AugmentPlan(order, self._create_augment(recipe), erase, size, image_size, self.device)
             self._augmented = replay_as_graph(self._augment) if self.device.type == "cuda" else self._augment
 
-    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
+    def _create_augment(self, recipe: "Recipe") -> Any:
+        return Augment(recipe, self.mean, self.device)
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
         """Batches (images (B, C, H, W), labels (B,)) of an epoch, from step `start` on."""
         order = copy_to_device(self.indices(number), self.device)
         for step in range(start, len(self)):
@@ -88,7 +92,7 @@ def replay_as_graph(function: Callable[..., Batch]) -> Callable[..., Batch]:
     One launch replaces hundreds. The tensors must have the same shapes in each call.
     """
     inputs: list[Tensor] = []
-    outputs: Batch = ()  # type: ignore[assignment]
+    outputs: Batch = ()
     graph = torch.cuda.CUDAGraph()
 
     def replay(*arguments: Tensor) -> Batch:
@@ -100,11 +104,11 @@ def replay_as_graph(function: Callable[..., Batch]) -> Callable[..., Batch]:
             with torch.cuda.stream(stream):
                 function(*inputs)  # libraries initialise at their first call, which cannot be recorded
             torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may pin memory meanwhile
+            with capture_graph(graph, capture_error_mode="thread_local"):  # other threads may pin memory meanwhile
                 outputs = function(*inputs)
         for static, tensor in zip(inputs, arguments, strict=True):
             static.copy_(tensor)
         graph.replay()
-        return tuple(tensor.clone() for tensor in outputs)  # type: ignore[return-value]  # the next replay overwrites
+        return tuple(tensor.clone() for tensor in outputs)  # the next replay overwrites them
 
     return replay

@@ -1,5 +1,6 @@
 """`open_images`: data sets for classification, by name or path."""
 
+import contextlib
 import difflib
 import logging
 import os
@@ -13,12 +14,12 @@ from tokamix.data.images.datasets import ArrayDataset, FileDataset, ImageDataset
 from tokamix.data.images.packs import open_packs
 from tokamix.data.images.streams import ImageStream
 from tokamix.data.images.torchvision import TORCHVISION, open_torchvision
-from tokamix.data.splits import TRAIN_NAMES, VAL_NAMES, DatasetSplits, split_by_class
+from tokamix.data.splits import TRAIN_NAMES, VAL_NAMES, DatasetSplits, split_by_class, split_indices
 
 _log = logging.getLogger("tokamix")
 
 
-def open_images(source: str, seed: int = 0) -> DatasetSplits:
+def open_images(source: str, seed: int = 0, labels: bool = True) -> DatasetSplits:
     """Open a data set for classification.
 
     - `digits`: scikit-learn's 1,797 scans of 8x8 px; `shapes`: generated images (`shapes:128` for 128 px).
@@ -32,6 +33,7 @@ def open_images(source: str, seed: int = 0) -> DatasetSplits:
     Args:
         source: see above.
         seed: of generated images; held-out images do not depend on it.
+        labels: False also opens a folder with images in any order, as images of a single class.
     """
     kind, _, rest = source.partition(":")
     train: ImageDataset | ImageStream
@@ -51,7 +53,7 @@ def open_images(source: str, seed: int = 0) -> DatasetSplits:
     elif source.endswith(".npz"):
         train, val = open_packs(source)
     elif Path(source).is_dir():
-        train, val = _open_folder(Path(source))
+        train, val = _open_folder(Path(source)) if labels else _open_any_folder(Path(source))
     elif kind.lower() in TORCHVISION:
         train, val = open_torchvision(kind, rest)
     else:
@@ -122,6 +124,31 @@ def _open_folder(root: Path) -> tuple[ImageDataset, ImageDataset]:
     return FileDataset(files, labels, classes), FileDataset(val_files, [index[label] for label in val_labels], classes)
 
 
+def _open_any_folder(root: Path) -> tuple[ImageDataset, ImageDataset]:
+    """Class folders if all images are inside of them, else all images below the folder, as one class."""
+    entries = [entry for entry in root.iterdir() if not entry.name.startswith(".")]
+    if all(entry.is_dir() or entry.suffix.lower() not in EXTENSIONS for entry in entries):
+        with contextlib.suppress(DataError):
+            return _open_folder(root)
+    files = list_images(root)
+    parts = split_indices(len(files), root)
+    train, val = (FileDataset([files[i] for i in part], [0] * len(part), ["image"]) for part in parts)
+    return train, val
+
+
+def list_images(root: Path) -> list[Path]:
+    """All image files below a folder, in order of their paths."""
+    files = sorted(
+        Path(folder) / name
+        for folder, _, names in os.walk(root, followlinks=True)
+        for name in names
+        if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
+    )
+    if not files:
+        raise DataError(f"the folder {root} has no images ({', '.join(EXTENSIONS)})")
+    return files
+
+
 def _class_folders(root: Path) -> tuple[list[str], list[Path], list[int]]:
     """Classes, files and labels of a folder of class folders."""
     classes = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
@@ -130,16 +157,12 @@ def _class_folders(root: Path) -> tuple[list[str], list[Path], list[int]]:
     files: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        images = sorted(
-            Path(folder) / file
-            for folder, _, names in os.walk(root / name, followlinks=True)
-            for file in names
-            if file.lower().endswith(EXTENSIONS) and not file.startswith(".")
-        )
-        if not images:
+        try:
+            images = list_images(root / name)
+        except DataError:
             raise DataError(
                 f"the class folder {root / name} has no images ({', '.join(EXTENSIONS)}); fill or remove it"
-            )
+            ) from None
         files += images
         labels += [label] * len(images)
     return classes, files, labels

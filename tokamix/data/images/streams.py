@@ -9,10 +9,11 @@ To resume exactly, the stream is read up to the position, without decoding: stre
 slow too, unpack the shards into folders.
 """
 
+import copy
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from PIL import Image
 
@@ -54,6 +55,13 @@ class ImageStream:
         """The images of one shard."""
         raise NotImplementedError
 
+    def at_most(self, count: int) -> Self:
+        """At most the first `count` images, for evaluation; shards are taken to be shuffled."""
+        part = copy.copy(self)
+        if count < self.size:
+            part.size, part.sizes = count, []
+        return part
+
     def count(self, rank: int, world_size: int) -> int:
         """Number of images that a rank reads in evaluation."""
         if self._by_shard(world_size):
@@ -69,7 +77,7 @@ class ImageStream:
                 yield from self._checked(shard)
         else:
             images = itertools.chain.from_iterable(map(self._checked, self.shards))
-            yield from itertools.islice(images, rank, None, world_size)
+            yield from itertools.islice(images, rank, self.size, world_size)
 
     def decode(self, item: Item, min_size: int | None = None) -> tuple[Image.Image, int]:
         """Decode an image and return it with its label."""

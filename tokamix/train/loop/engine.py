@@ -23,7 +23,7 @@ from tokamix.recipes import Recipe
 from tokamix.train.loop.ema import Ema
 from tokamix.train.loop.epochs import evaluation_intervals
 from tokamix.train.loop.meter import Meter
-from tokamix.train.loop.optim import DropPathSchedule, create_scheduler
+from tokamix.train.loop.optim import DropPathSchedule, WeightDecaySchedule, clip_each_gradient, create_scheduler
 from tokamix.train.loop.signals import Agreement, Interrupts, StoppableLoader
 from tokamix.train.loop.state import Tensors, load_optimizer, load_weights, optimizer_state, whole, write_state
 from tokamix.train.output.progress import Display
@@ -98,9 +98,11 @@ class Engine:
                 f" --batch-size {max(1, size // 4)}"
             )
         self.schedule = create_scheduler(optimizer.optimizer, recipe, self.steps)
+        self.weight_decay = WeightDecaySchedule(optimizer.optimizer, recipe)
         self.drop_path = DropPathSchedule(model, recipe)
         self.ema = Ema(model, recipe.ema_decay) if recipe.ema_decay else None
         self.meter = Meter(self.device)
+        self.saved: Any = getattr(task, "saved_module", lambda module: module)(model)
         self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self.epoch, self.step, self.skipped, self.finished = 0, 0, 0, False  # finished epochs, steps of this one
         self.sums: dict[str, float] = {}  # of this epoch, over `self.counted` steps
@@ -153,6 +155,7 @@ class Engine:
         seed_step(self.recipe.seed, self.update, self.accelerator.process_index, self.device)
         self.schedule.step_update(self.update)
         progress = self.update / (self.steps * self.recipe.num_epochs)
+        self.weight_decay.set_progress(progress)
         logs: dict[str, Tensor] = {}
         for part in range(parts):
             position = Position(self.recipe.seed, self.epoch, self.step * parts + part, progress)
@@ -163,6 +166,8 @@ class Engine:
                 self.accelerator.backward(loss / parts)
             for key, value in scalars.items():
                 logs[key] = logs.get(key, 0.0) + value.detach() / parts
+        if hasattr(self.task, "before_step"):
+            self.task.before_step(position)
         finite = torch.isfinite(logs["loss"])
         if self.recipe.clip_grad is not None or self.options.skip_nan:
             norm = self._clip_gradients(self.recipe.clip_grad or float("inf"))
@@ -173,12 +178,17 @@ class Engine:
             return
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if hasattr(self.task, "after_step"):
+            self.task.after_step(position)
         if self.ema is not None:
             self.ema.update(self.update)
         self.meter.add(logs, finite, self.update)
 
     def _clip_gradients(self, max_norm: float) -> Tensor:
         """Clip the gradients and return their norm before."""
+        if self.recipe.clip_per_parameter:
+            self.accelerator.unscale_gradients()
+            return clip_each_gradient(self.model.parameters(), max_norm)
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -266,12 +276,12 @@ class Engine:
             is_best = self.best is None or results[prefix][self.task.metric] > self.best[self.task.metric]
         if is_best:
             self.best = {**results[prefix], "epoch": row["epoch"], "averaged": bool(prefix)}
-            weights = self.ema.average if prefix and self.ema else self.model.state_dict()
+            weights = self.ema.average if prefix and self.ema else self.saved.state_dict()
             self.best_weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
         self._log(row)
         self.display.epoch(row, is_best and self.recipe.select == "best")
         with self.ema.swapped() if prefix and self.ema else nullcontext():
-            drawing = self.task.draw_predictions(self.model)
+            drawing = self.task.draw_predictions(self.saved)
         if drawing is not None and self.main:
             self.folder.add_drawing(row["epoch"], drawing, self.best["epoch"] if self.best else row["epoch"])
 
@@ -341,7 +351,8 @@ class Engine:
         rest["threads"] = torch.get_num_threads()
         rest["scaler"] = scaler.state_dict() if scaler is not None else None
         if self.main:
-            self.folder.write_weights("last", groups["model"])
+            last = weights if self.saved is self.model else self._whole(self.saved.state_dict())
+            self.folder.write_weights("last", last)
             write_state(self.folder.state, groups, rest)
 
     def write_report(self) -> None:
@@ -349,7 +360,7 @@ class Engine:
         if self.main and self.finished and not self.sharded:
             # eager: a graph for other batch sizes would be compiled for one use
             with self._best_weights(), torch.compiler.set_stance("force_eager"):
-                self.task.write_report(self.folder.path, self.model)
+                self.task.write_report(self.folder.path, self.saved)
 
     def check_saved(self) -> None:
         """Check that the folder loads as the trained network, if the task can; not for sharded models."""
@@ -360,17 +371,17 @@ class Engine:
             self.display.say("the saved model was not checked: one process cannot run a sharded model")
             return
         with self._best_weights():
-            check(self.folder.path, self.model)
+            check(self.folder.path, self.saved)
 
     @contextmanager
     def _best_weights(self) -> Iterator[None]:
         """The model has the best weights inside this context."""
-        current = self._whole(self.model.state_dict())
-        load_weights(self.model.state_dict(), load_file(self.folder.path / "model.safetensors"))
+        current = self._whole(self.saved.state_dict())
+        load_weights(self.saved.state_dict(), load_file(self.folder.path / "model.safetensors"))
         try:
             yield
         finally:
-            load_weights(self.model.state_dict(), current)
+            load_weights(self.saved.state_dict(), current)
 
     def restore(self, groups: dict[str, Tensors], rest: Row) -> None:
         """Restore a saved state."""

@@ -2,6 +2,8 @@
 
 import inspect
 import logging
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from timm.layers import DropPath
 from timm.optim import create_optimizer_v2, get_optimizer_class
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
-from torch import nn
+from torch import Tensor, nn
 
 from tokamix.recipes import Recipe
 from tokamix.train.loop.muon import StackedMuon, muon_groups
@@ -74,6 +76,37 @@ def create_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe, steps: in
         updates_per_epoch=1,
     )
     return schedule
+
+
+class WeightDecaySchedule:
+    """Weight decay that follows a cosine from the recipe's `weight_decay` to `weight_decay_end`, if that is set."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+        self.optimizer = optimizer  # not its groups: loading a state replaces them
+        self.start, self.end = recipe.weight_decay, recipe.weight_decay_end
+
+    def set_progress(self, progress: float) -> None:
+        """Set the optimizer's weight decay for this fraction of the run."""
+        if self.end is None:
+            return
+        for group in self.optimizer.param_groups:
+            if group["weight_decay"]:  # others have none at any time
+                group["weight_decay"] = cosine(self.start, self.end, progress)
+
+
+def cosine(start: float, end: float, progress: float) -> float:
+    """The value of a cosine schedule from `start` to `end` at a fraction of the run."""
+    return end + (start - end) * (1 + math.cos(math.pi * progress)) / 2
+
+
+@torch.no_grad()
+def clip_each_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Clip the gradient of each parameter to a norm of its own; returns the norm of all before, without waiting."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norms = torch._foreach_norm(gradients)
+    scales = (max_norm / (torch.stack(norms) + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, list(scales.unbind()))
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 class DropPathSchedule:

@@ -10,6 +10,7 @@ from tokamix.inference import UNKNOWN
 from tokamix.recipes import Recipe
 
 PIPELINES = {"classify": "image-classification", "segment": "image-segmentation", "detect": "object-detection"}
+PIPELINES["dino"] = "image-feature-extraction"
 # the Hub's names of metrics
 METRIC_TYPES = {"top1": "accuracy", "miou": "mean_iou", "box_ap": "mean_average_precision"}
 METRIC_TYPES["mask_ap"] = METRIC_TYPES["box_ap"]
@@ -167,6 +168,8 @@ def _results(recipe: Recipe, results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _classes(names: list[str]) -> str:
+    if not names:
+        return "none: the model returns features"
     shown = ", ".join(names[:SHOWN_CLASSES]).replace("|", "/")
     return f"{len(names)}: {shown}{', ...' if len(names) > SHOWN_CLASSES else ''}"
 

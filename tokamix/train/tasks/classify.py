@@ -38,6 +38,7 @@ class Classify:
 
     metric = "top1"
     metric_names: Mapping[str, str] = MappingProxyType({"top1": "top-1"})
+    optional_arguments: Mapping[str, Any] = MappingProxyType({})  # of the model; left out if it has no such argument
     inference: InferenceConfig
 
     def __init__(self, recipe: Recipe, data: str | DatasetSplits) -> None:
@@ -48,21 +49,22 @@ class Classify:
             raise ValueError(
                 f"the recipe {recipe.name} is for task classify, but {self.splits.name} was opened for another task"
             )
+        self.num_outputs = self.splits.num_classes
 
     def create_model(self, model: str | nn.Module | None, checkpoint: str | Path | None, pretrained: bool) -> Any:
         """Create the classifier from the recipe, or take the given module."""
         self.in_chans = self.recipe.model_kwargs.get("in_chans", 3)
         if isinstance(model, nn.Module):
-            num_classes = getattr(model, "num_classes", self.splits.num_classes)
-            if num_classes != self.splits.num_classes:
-                raise ValueError(f"the model has {num_classes} classes, but the data has {self.splits.num_classes}")
+            num_classes = getattr(model, "num_classes", self.num_outputs)
+            if num_classes != self.num_outputs:
+                raise ValueError(f"the model has {num_classes} classes, but the data has {self.num_outputs}")
             if checkpoint is not None:
                 load_checkpoint(model, checkpoint)
             network: Any = model
             self.construction = read_record(network)
         else:
             network, arguments = create_classifier(
-                model, self.recipe, self.splits.num_classes, self.in_chans, checkpoint, pretrained
+                model, self.recipe, self.num_outputs, self.in_chans, checkpoint, pretrained, self.optional_arguments
             )
             self.construction = read_record(network) | {"arguments": arguments}
         self.kind = type(network).__name__

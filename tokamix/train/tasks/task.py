@@ -84,8 +84,12 @@ class Task(Protocol):
     def write_report(self, folder: Path, model: nn.Module) -> None:
         """Write a report of the best model into the folder of a finished run."""
 
-    # A task may also have `check_saved(folder, model)`, which raises ReloadError if the folder of a finished run does
-    # not load as the model, which has the best weights.
+    # A task may also have
+    # - `saved_module(model)`: the part of the model that is saved as the run's result; default: all of it;
+    # - `before_step(position)`: changes gradients before they are clipped and the optimizer's step;
+    # - `after_step(position)`: called after the optimizer's step;
+    # - `check_saved(folder, model)`: raises ReloadError if the folder of a finished run does not load as the saved
+    #   module, which has the best weights.
 
 
 def create_task(recipe: Recipe, data: str | DatasetSplits) -> Task:
@@ -99,6 +103,10 @@ def create_task(recipe: Recipe, data: str | DatasetSplits) -> Task:
         from tokamix.train.tasks.detect import Detect
 
         return Detect(recipe, data)
+    if recipe.task == "dino":
+        from tokamix.train.tasks.dino.task import Dino
+
+        return Dino(recipe, data)
     if recipe.distillation != "none":
         from tokamix.train.tasks.distill import Distill
 

@@ -1,0 +1,1 @@
+"""Features of images, and search among them."""

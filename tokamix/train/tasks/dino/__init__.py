@@ -1,0 +1,1 @@
+"""Self-supervised training with DINO, arXiv 2104.14294."""
