@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from tokamix.cost import count_exp, count_macs
     from tokamix.data import create_dataset
     from tokamix.dense import create_detector, create_segmenter
+    from tokamix.embed import embed
     from tokamix.evaluate import evaluate
     from tokamix.evaluate.robustness import evaluate_robustness
     from tokamix.inference import InferenceConfig
     from tokamix.mixers import create_mixer
     from tokamix.models import create_body, create_model, list_models
     from tokamix.predict import predict
+    from tokamix.probe import probe
     from tokamix.recipes import list_recipes, load_recipe
     from tokamix.swap import insert_context_broadcast, remove_context_broadcast, swap_mixer
     from tokamix.train import train
@@ -37,6 +39,7 @@ __all__ = [
     "create_mixer",
     "create_model",
     "create_segmenter",
+    "embed",
     "evaluate",
     "evaluate_robustness",
     "insert_context_broadcast",
@@ -45,6 +48,7 @@ __all__ = [
     "load_checkpoint",
     "load_recipe",
     "predict",
+    "probe",
     "remove_context_broadcast",
     "swap_mixer",
     "train",
@@ -57,12 +61,14 @@ __getattr__, __dir__ = attach(
         "cost": ("count_exp", "count_macs"),
         "data": ("create_dataset",),
         "dense": ("create_detector", "create_segmenter"),
+        "embed": ("embed",),
         "evaluate": ("evaluate",),
         "evaluate.robustness": ("evaluate_robustness",),
         "inference": ("InferenceConfig",),
         "mixers": ("create_mixer",),
         "models": ("create_body", "create_model", "list_models"),
         "predict": ("predict",),
+        "probe": ("probe",),
         "recipes": ("list_recipes", "load_recipe"),
         "swap": ("insert_context_broadcast", "remove_context_broadcast", "swap_mixer"),
         "train": ("train",),
