@@ -3,8 +3,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 READY := $(VENV)/.ready
+SEED ?= 0
+SECONDS ?= 1200
 
-.PHONY: demo test check docs format clean
+.PHONY: demo test test-export fuzz soak check docs format clean
 
 demo: $(READY)
 	$(BIN)/tokamix demo
@@ -12,6 +14,16 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 $(wildcard tests/ops/*_kernels.py)  # kernels, on the CPU
+
+test-export: $(READY)  # every family and task to every runtime; minutes, not part of `make test`
+	$(BIN)/python -m pytest -n 2 tests/export/matrix.py
+
+fuzz: $(READY)  # random inputs of operators and damaged files; not part of `make test`
+	$(BIN)/python -m tests.fuzz.operators --count 10000 --seed $(SEED)
+	$(BIN)/python -m tests.fuzz.loaders --count 1000 --seed $(SEED)
+
+soak: $(READY)  # training runs that are killed again and again; not part of `make test`
+	$(BIN)/python -m tests.train.soak --seconds $(SECONDS) --seed $(SEED)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tokamix.embed import embed
     from tokamix.evaluate import evaluate
     from tokamix.evaluate.robustness import evaluate_robustness
+    from tokamix.export import export
     from tokamix.inference import InferenceConfig
     from tokamix.mixers import create_mixer
     from tokamix.models import create_body, create_model, list_models
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from tokamix.recipes import list_recipes, load_recipe
     from tokamix.swap import insert_context_broadcast, remove_context_broadcast, swap_mixer
     from tokamix.train import train
+    from tokamix.transfer import transfer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "embed",
     "evaluate",
     "evaluate_robustness",
+    "export",
     "insert_context_broadcast",
     "list_models",
     "list_recipes",
@@ -52,6 +55,7 @@ __all__ = [
     "remove_context_broadcast",
     "swap_mixer",
     "train",
+    "transfer",
 ]
 __getattr__, __dir__ = attach(
     __name__,
@@ -64,6 +68,7 @@ __getattr__, __dir__ = attach(
         "embed": ("embed",),
         "evaluate": ("evaluate",),
         "evaluate.robustness": ("evaluate_robustness",),
+        "export": ("export",),
         "inference": ("InferenceConfig",),
         "mixers": ("create_mixer",),
         "models": ("create_body", "create_model", "list_models"),
@@ -72,6 +77,7 @@ __getattr__, __dir__ = attach(
         "recipes": ("list_recipes", "load_recipe"),
         "swap": ("insert_context_broadcast", "remove_context_broadcast", "swap_mixer"),
         "train": ("train",),
+        "transfer": ("transfer",),
     },
 )
 register_with_timm()

@@ -96,7 +96,7 @@ def _trace(model: nn.Module, img_size: int | tuple[int, int], make_mode: Callabl
     convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
     channels = next((conv.in_channels for conv in convolutions), 3)
     image = torch.zeros(1, channels, *to_2tuple(img_size), device="meta", dtype=own.dtype)
-    with _plain_inference(model):
+    with plain_inference(model):
         try:
             with make_mode() as mode:
                 functional_call(model, {name: tensor.to("meta") for name, tensor in state.items()}, (image,))
@@ -112,7 +112,7 @@ def _trace(model: nn.Module, img_size: int | tuple[int, int], make_mode: Callabl
 
 
 @contextmanager
-def _plain_inference(model: nn.Module) -> Iterator[None]:
+def plain_inference(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients, and with plain operators instead of fused ones."""
     training = {module: module.training for module in model.modules()}
     fast_path = torch.backends.mha.get_fastpath_enabled()

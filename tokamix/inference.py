@@ -29,6 +29,7 @@ from tokamix._hub import hub_access
 from tokamix.checkpoint import MismatchError, load_checkpoint, read_checkpoint
 from tokamix.files import write_text
 from tokamix.models._registry import create_model
+from tokamix.runtimes import is_exported, load_exported
 from tokamix.swap import insert_context_broadcast, remove_context_broadcast, swap_mixer
 from tokamix.tasks import Task
 
@@ -243,10 +244,13 @@ def load_model(
 
     Args:
         source: a run's folder, a weights file of a run, a checkpoint file (then `model` names its architecture), a
-            folder written by timm, `local-dir:PATH`, `hf-hub:user/name`, or a timm name with pretrained weights.
+            folder written by timm, `local-dir:PATH`, `hf-hub:user/name`, a timm name with pretrained weights, or a
+            file that `tokamix.export` wrote (.onnx, .xml, .pt2, .pte), which runs in its runtime.
         model: name of the architecture, for a checkpoint file.
         num_classes: of the architecture, for a checkpoint file; default: the architecture's own.
     """
+    if is_exported(source):
+        return _load_exported(source)
     name = str(source).removeprefix("local-dir:")
     path = Path(name)
     if path.is_dir() or (path.is_file() and model is None):
@@ -267,6 +271,19 @@ def load_model(
     else:
         network = _load_pretrained(name)
     return network.eval(), InferenceConfig.from_model(network)
+
+
+def _load_exported(path: str | Path) -> tuple[Any, InferenceConfig]:
+    """Open a file of `tokamix.export` in its runtime."""
+    network = load_exported(path)
+    config = InferenceConfig.from_dict(network.metadata["inference"])
+    if network.metadata["features"]:
+        raise ValueError(f"{path} holds a feature extractor, which predicts nothing; export without --features")
+    if config.task == "detect":
+        from tokamix.dense.saved import ExportedDetector
+
+        return ExportedDetector(network).eval(), config
+    return network.eval(), config
 
 
 def _load_folder(path: Path) -> tuple[Any, InferenceConfig]:

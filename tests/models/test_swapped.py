@@ -17,8 +17,7 @@ import tokamix
 from tokamix.layers import PatchConv
 from tokamix.mixers.context_broadcast import ContextBroadcast
 from tokamix.models.swapped import VARIANTS
-from tokamix.swap.timm import QKVSimA
-from tokamix.swap.tokamix import SimAProduct
+from tokamix.swap.product import SimAProduct
 
 PARAMETERS = {
     "deit_small_sima": 22_050_664,
@@ -125,7 +124,7 @@ def test_sizes_and_inserted_modules(name: str) -> None:
     else:
         assert added == {f"blocks.{i}.mlp.broadcast_after.scale" for i in range(12)}
     kinds = Counter(m.kind for m in model.modules() if isinstance(m, ContextBroadcast))
-    mixers = [m for m in model.modules() if isinstance(m, QKVSimA | SimAProduct)]
+    mixers = [m for m in model.modules() if isinstance(m, SimAProduct)]
     if "sima" in name:
         assert not kinds
         assert len(mixers) == {"cvt": 13}.get(name.partition("_")[0], 12)
@@ -143,7 +142,7 @@ def test_every_variant_is_listed() -> None:
 
 def test_forms_of_the_sima_paper() -> None:
     """One head, ReLU, and the exponentials of Table 1: H N^2 in each block of DeiT-S, none with SimA."""
-    heads = [m.num_heads for m in create("deit_small_sima_1head").modules() if isinstance(m, QKVSimA)]
+    heads = [m.num_heads for m in create("deit_small_sima_1head").modules() if isinstance(m, SimAProduct)]
     assert heads == [1] * 3
     host, sima, relu = (
         tokamix.count_exp(timm.create_model(n), 224)

@@ -191,6 +191,8 @@ def test_bad_input() -> None:
     x = maps(1, 8, 8, 4)
     with pytest.raises(ValueError, match=r"map of shape \(B, H, W, C\), got \(8, 8, 4\)"):
         super_token_sample(x[0], (2, 2))
+    with pytest.raises(ValueError, match=r"map of shape \(B, H, W, C\), got \(1, 8, 8, 0\)"):
+        super_token_sample(maps(1, 8, 8, 0), (2, 2))
     with pytest.raises(ValueError, match="at least 1x1"):
         super_token_sample(x, (0, 2))
     with pytest.raises(ValueError, match="at least one iteration, got n_iter=0"):

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from tokamix.compile import capture_graph
+
 
 def median_ms(run: Callable[[], object], device: str, seconds: float = 1.0, graph: bool = False) -> float:
     """Median milliseconds of `run()` over about `seconds`, after a warm-up; `graph` replays a CUDA graph of it."""
@@ -19,7 +21,7 @@ def median_ms(run: Callable[[], object], device: str, seconds: float = 1.0, grap
     torch.cuda.synchronize()
     if graph:
         cuda_graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(cuda_graph):
+        with capture_graph(cuda_graph):
             run()
         run = cuda_graph.replay
     estimate = _events_ms(run, 3) / 3

@@ -13,6 +13,7 @@ from tokamix.cli.compare import compare
 from tokamix.cli.demo import demo
 from tokamix.cli.embed import embed
 from tokamix.cli.eval import eval_
+from tokamix.cli.export import export
 from tokamix.cli.info import info
 from tokamix.cli.models import models
 from tokamix.cli.neighbours import neighbours
@@ -21,6 +22,7 @@ from tokamix.cli.probe import probe
 from tokamix.cli.recipes import recipes
 from tokamix.cli.study import study
 from tokamix.cli.train import train
+from tokamix.cli.transfer import transfer
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
@@ -47,6 +49,8 @@ for name, command in (
     ("embed", embed),
     ("neighbours", neighbours),
     ("probe", probe),
+    ("export", export),
+    ("transfer", transfer),
     ("models", models),
     ("recipes", recipes),
     ("compare", compare),

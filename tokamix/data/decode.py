@@ -98,6 +98,14 @@ def apply_exif_orientation(image: Image.Image, size: Size | None = None) -> Imag
     return oriented if size in (None, (oriented.height, oriented.width)) else image
 
 
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file that are not empty."""
+    try:
+        return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is not a text file in UTF-8") from None
+
+
 def first_line(error: Exception) -> str:
     """The first line of an error's message, or its type."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

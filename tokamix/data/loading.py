@@ -197,7 +197,7 @@ class WorkerLoader(Loader):
                 yield parts
         except RuntimeError as error:
             if "DataLoader worker" in str(error):
-                raise RuntimeError(
+                raise ChildProcessError(
                     f"a data worker died ({str(error).splitlines()[0]}); the usual cause is too little memory:"
                     " use fewer workers or a smaller batch"
                 ) from error

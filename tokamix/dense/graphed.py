@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torchvision.models.detection.image_list import ImageList
 
-from tokamix.compile import compile_blocks
+from tokamix.compile import capture_graph, compile_blocks
 from tokamix.dense.boxes import Sizes, Target
 from tokamix.dense.detector import Detector
 from tokamix.dense.segmenter import Segmenter
@@ -52,7 +52,7 @@ class GraphedModel:
                     self._run()
             torch.cuda.current_stream().wait_stream(stream)
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            with capture_graph(self.graph):
                 self.out = self._run()
 
     def __call__(self, images: Tensor, sizes: Sizes | None = None) -> Tensor | list[Target]:

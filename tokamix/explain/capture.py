@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from timm.layers import Attention
 from torch import Tensor, nn
 
 from tokamix.layers import SoftmaxProduct
@@ -23,8 +24,7 @@ from tokamix.mixers import (
     SuperTokenAttention,
     WeightMixing,
 )
-from tokamix.swap.timm import QKVSimA, WindowSimA
-from tokamix.swap.tokamix import SimAProduct
+from tokamix.swap.attention import Swapped
 
 Pair = tuple[int, int]
 NAMES = ("mixer", "attn", "token_mixer", "self_attention", "self_attn")  # of a token mixer in its block
@@ -302,17 +302,19 @@ def _find_mixers(model: nn.Module) -> dict[str, _Site]:
 
 def _kind(mixer: Any) -> str:
     product = getattr(mixer, "attend", None)  # a module in CvT and PVT
-    if isinstance(mixer, WindowSimA):
-        return type(mixer).__name__
-    if isinstance(mixer, SimASelfAttention | QKVSimA | SimA) or isinstance(product, SimAProduct):
+    if isinstance(mixer, Swapped):
+        plain = type(mixer).host is Attention and mixer.mixer.name in ("sima", "softmax")
+        return mixer.mixer.name if plain else type(mixer).__name__
+    if isinstance(product, Swapped):
+        return product.mixer.name
+    if isinstance(mixer, SimASelfAttention | SimA):
         return "sima"
     kinds = {ActiveTokenMixer: "active_token", SuperTokenAttention: "super_token", WeightMixing: "weight_mixing"}
     for cls, kind in kinds.items():
         if isinstance(mixer, cls):
             return kind
-    plain = type(mixer).__module__ == "timm.layers.attention" and type(mixer).__name__ == "Attention"
     softmax = isinstance(mixer, SoftmaxAttention | nn.MultiheadAttention) or isinstance(product, SoftmaxProduct)
-    return "softmax" if plain or softmax else type(mixer).__name__
+    return "softmax" if type(mixer) is Attention or softmax else type(mixer).__name__
 
 
 def _keep_output(outputs: dict[str, Tensor], name: str) -> Callable[..., None]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tokamix.layers import tokens_to_map
-from tokamix.ops import bank_mixing, resize_bank
+from tokamix.ops import bank_mixing, dispatch, resize_bank
 
 Pair = tuple[int, int]
 POLICY_ACTIVATIONS = ("identity", "softmax", "sigmoid")
@@ -114,6 +114,10 @@ class WeightMixing(nn.Module):
 
     def forward(self, x: Tensor, grid: Pair, policy_embed: Tensor | None = None) -> Tensor:
         """Mix tokens x (B, H*W, C) of grid (H, W); `policy_embed` (h*w, C) is added to the adapter's input."""
+        with dispatch.sizes_unknown():
+            return self._mix(x, grid, policy_embed)
+
+    def _mix(self, x: Tensor, grid: Pair, policy_embed: Tensor | None) -> Tensor:
         height, width = grid
         window, shift = grid, (0, 0)
         bank: Tensor = self.bank

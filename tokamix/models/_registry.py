@@ -10,10 +10,11 @@ from typing import Any
 import timm
 from timm.models import model_entrypoint, split_model_name_tag
 
-from tokamix._construction import record_creation
+from tokamix._construction import RECORD, record_creation
 from tokamix._hints import suggest
 from tokamix._hub import hub_access
 from tokamix.cost import count_macs
+from tokamix.models.shipped import shipped_tags
 
 SIZES = Path(__file__).parent / "sizes.csv"
 
@@ -35,7 +36,7 @@ def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> Any:
         raise ValueError(f"there is no model {name!r}; {hint}")
     with hub_access(f"the pretrained model {name}") if pretrained else nullcontext():
         model = timm.create_model(name, pretrained=pretrained, **kwargs)
-    if ":" not in name:  # folders and the Hub have arguments of their own
+    if ":" not in name and not hasattr(model, RECORD):  # folders, the Hub and bodies have arguments of their own
         record_creation(model, arch, kwargs)
     return model
 
@@ -47,7 +48,9 @@ def sizes(name: str) -> tuple[int, int]:
 
 def count_sizes(name: str) -> tuple[int, int]:
     """Count trainable parameters and MACs at 224 px; takes a few seconds for a deep model."""
-    model = create_model(name, device="meta")
+    # shipped weights have a smaller default size and fewer classes, but sizes are for comparison with other models
+    arguments = {"img_size": 224, "num_classes": 1000} if shipped_tags(name) else {}
+    model = create_model(name, device="meta", **arguments)
     return sum(p.numel() for p in model.parameters() if p.requires_grad), count_macs(model, 224)
 
 

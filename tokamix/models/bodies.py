@@ -38,6 +38,7 @@ from tokamix.layers import (
 from tokamix.mixers.context_broadcast import ContextBroadcast
 from tokamix.mixers.registry import Site, create_mixer, get_mixer, watch_mixers
 from tokamix.models._backbone import Backbone, Column, Pyramid, PyramidStage, image_cfg
+from tokamix.models.shipped import shipped_arguments, shipped_cfgs, shipped_weights
 
 Pair = tuple[int, int]
 WEIGHT_INITS = ("fixed", "fan_in")
@@ -399,9 +400,12 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     return out
 
 
+# what a network needs that learns from some thousand images
+SMALL_DATA = {"stem": "conv", "conv_pos": True, "weight_init": "fan_in", "scale_residual": True}
 BODIES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "columnar_tiny": (ColumnarBody, {"dim": 192, "num_heads": 3}),
     "columnar_small": (ColumnarBody, {"dim": 384, "num_heads": 6}),
+    "pyramid_nano": (PyramidBody, {"dims": (48, 96, 144), "depths": (2, 4, 2), "num_heads": (2, 4, 6)} | SMALL_DATA),
     "pyramid_tiny": (PyramidBody, {"dims": (48, 96, 192, 384)}),
     "pyramid_small": (PyramidBody, {"dims": (96, 192, 384, 768)}),
 }
@@ -412,17 +416,22 @@ def create_body(body: str, mixer: str, pretrained: bool = False, **kwargs: Any) 
     """Create a body with a mixer: `create_body("columnar_small", "sima", num_classes=10, context_broadcast="cb")`.
 
     Args:
-        body: one of "columnar_tiny", "columnar_small", "pyramid_tiny", "pyramid_small".
+        body: one of "columnar_tiny", "columnar_small", "pyramid_nano", "pyramid_tiny", "pyramid_small".
         mixer: name of a registered mixer; `tokamix.mixers.list_mixers()` returns all.
-        pretrained: load published weights; there are none yet.
-        kwargs: arguments of `ColumnarBody` or `PyramidBody`.
+        pretrained: load the weights that come with the package, which some mixers have in "pyramid_nano".
+        kwargs: arguments of `ColumnarBody` or `PyramidBody`; `pretrained_cfg` is the tag of the weights.
     """
     if body not in BODIES:
         raise ValueError(f"there is no body {body!r}; {suggest(body, BODIES)}")
     get_mixer(mixer)
     shape, sizes = BODIES[body]
+    # weights fit one network: their tag stands for its arguments too
+    kwargs = {**shipped_arguments(f"{body}_{mixer}", kwargs.get("pretrained_cfg")), **kwargs}
     arguments = {"mixer": mixer, **sizes, **kwargs}
     levels = tuple(range(len(arguments["dims"]))) if shape is PyramidBody else 3
+    arguments["pretrained_cfg_overlay"] = {"first_conv": _first_conv(arguments)} | (
+        kwargs.get("pretrained_cfg_overlay") or {}
+    )
     model: Any = build_model_with_cfg(
         shape,
         f"{body}_{mixer}",
@@ -432,20 +441,28 @@ def create_body(body: str, mixer: str, pretrained: bool = False, **kwargs: Any) 
         **arguments,
     )
     record_creation(model, f"{body}_{mixer}", kwargs)
-    if arguments.get("stem") == "conv":  # timm adapts the weights of this layer to other in_chans
-        model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, "first_conv": "stem.convs.0"}
     return model
 
 
+def _first_conv(arguments: dict[str, Any]) -> str:
+    """Name of the layer whose weights timm adapts to other in_chans."""
+    return "stem.convs.0" if arguments.get("stem") == "conv" else "stem.proj"
+
+
 def _register(mixer: str) -> None:
-    """Register the mixer in each body with timm."""
+    """Register the mixer in each body with timm, and the weights that come with the package."""
     entry = get_mixer(mixer)
-    for body in BODIES:
+    for body, (shape, sizes) in BODIES.items():
         name = f"{body}_{mixer}"
-        pool_size = (7, 7) if body.startswith("pyramid") else None
         paper = {"paper_ids": entry.paper_ids, "paper_name": entry.paper_name}
-        cfg = image_cfg(first_conv="stem.proj", pool_size=pool_size, **paper)
-        default_cfgs.update(generate_default_cfgs({name: cfg}))
+        cfg = image_cfg(first_conv=_first_conv(sizes), **paper)
+        cfgs = {tagged: cfg | fields for tagged, fields in shipped_cfgs(name).items()} or {name: cfg}
+        if shape is PyramidBody:
+            for tagged, fields in cfgs.items():
+                arguments = shipped_weights()[tagged]["arguments"] if tagged != name else {}
+                stride = arguments.get("patch_size", 4) * 2 ** (len(sizes["dims"]) - 1)
+                fields["pool_size"] = (fields["input_size"][-1] // stride,) * 2
+        default_cfgs.update(generate_default_cfgs(cfgs))
         globals()[name] = register_model(_entrypoint(name, body, mixer))
 
 

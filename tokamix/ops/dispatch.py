@@ -8,7 +8,7 @@ all operators; otherwise the kernels run wherever they can.
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 
 import torch
@@ -61,6 +61,13 @@ def choose(
     return "eager"
 
 
+def check_floating(op: str, *tensors: Tensor | None) -> None:
+    """Refuse whole numbers, whose results would be rounded in silence."""
+    for t in tensors:
+        if t is not None and not t.is_floating_point():
+            raise ValueError(f"{op} needs floating-point tensors, got {t.dtype}; convert it with .float()")
+
+
 def forced(backend: str | None = None) -> str | None:
     """The backend forced by the caller, `use_backend` or `TOKAMIX_BACKEND`; None if none is."""
     return _check(backend) or _check(_forced)
@@ -92,6 +99,22 @@ def is_plain_call(*tensors: Tensor | None) -> bool:
 def is_exporting() -> bool:
     """Whether torch.export traces, without Dynamo (its default): in torch 2.11 every compile also exports."""
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
+def is_exporting_fixed(*sizes: int) -> bool:
+    """Whether torch.export traces and these sizes are numbers, so that a graph may hold constants made from them."""
+    return is_exporting() and not any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def sizes_unknown() -> AbstractContextManager[None]:
+    """While torch.export traces, decide nothing by the example's sizes, so that the graph holds for all sizes.
+
+    Views of windows compare their number with 1, which holds for some sizes only. PyTorch's ONNX exporter traces in
+    this way altogether.
+    """
+    if not is_exporting():
+        return nullcontext()
+    return torch.fx.experimental._config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
 
 
 def _check(backend: str | None) -> str | None:

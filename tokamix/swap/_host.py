@@ -1,6 +1,6 @@
 """Descriptions of host models: how an attention is replaced, and where the parts of a block are.
 
-Each host library has a file with its tables: timm.py, torch.py, hf.py and tokamix.py.
+Each host library has a file with its tables: timm.py, torch.py, torchvision.py, hf.py and tokamix.py.
 """
 
 from collections.abc import Callable
@@ -12,20 +12,44 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Adapter:
-    """How `swap_mixer` replaces one class of attention by SimA.
+    """How `swap_mixer` replaces the product of queries, keys and values in one class of attention.
+
+    Without `forward` the host's own forward runs, and its call of F.scaled_dot_product_attention is replaced: so
+    rotary embeddings, norms, gates, windows and sub-sampled keys stay as they are.
 
     Attributes:
-        create: attention and number of heads -> the module that takes its place.
-        output: name of the output projection, whose input features are divided among the heads.
+        forward: a forward for hosts that compute softmax themselves; it calls `self.attend`.
+        layout: of the input: "tokens" (B, N, C), "nhwc", "nchw", or "other", which only mixers with the host's
+            projections support.
+        head_axis: axis of the heads in the host's queries, keys and values; 0 if batch and heads share one.
+        position: names of parameters and modules that only make biases of softmax; dropped for other mixers.
+        bias_methods: methods of the host that return such a bias; they return None once it is dropped.
+        window: whether the tokens are those of a window, not of the image.
+        output: name of the output projection.
+        prefix: number of prefix tokens, or a function of the attention's name; None for that of the model.
+        ordered: whether tokens are in the row-major order of a grid.
+        wrap: output tokens and the call's arguments -> the host's output, for mixers that replace the whole module.
+        class_attention: whether only the class token, or learned queries, attend.
         note: what else changes, for the report.
-        class_attention: whether only the class token attends; see `swap_mixer`'s keep_class_attention.
-        check: raises ValueError if the attention, given with its name, has an option that SimA lacks.
+        prepare: called with the host after it was changed.
+        convert: changes the host itself for some products, and returns whether it did.
+        check: raises ValueError if the attention, given with its name, has an option that no mixer supports.
     """
 
-    create: Callable[[Any, int], nn.Module]
+    forward: Callable[..., Any] | None = None
+    layout: str = "tokens"
+    head_axis: int = 1
+    position: tuple[str, ...] = ()
+    bias_methods: tuple[str, ...] = ()
+    window: bool = False
     output: str = "proj"
-    note: str | None = None
+    prefix: int | Callable[[str], int] | None = None
+    ordered: bool = True
+    wrap: Callable[..., Any] | None = None
     class_attention: bool = False
+    note: str | None = None
+    prepare: Callable[[Any], None] | None = None
+    convert: Callable[[Any, nn.Module], bool] | None = None
     check: Callable[[str, Any], None] | None = None
 
 

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from tokamix.swap._host import AFTER, BEFORE, BlockLayout
+from tokamix.swap._host import AFTER, BEFORE, Adapter, BlockLayout
 
 JOINT = BlockLayout(msa=("attention.o_proj", AFTER), class_token=True)
 SPLIT = BlockLayout(
@@ -23,3 +23,6 @@ def find_layout(name: str, block: nn.Module) -> BlockLayout | None:
     """The layout of a block by the name of its class; ViT's differs between versions of transformers."""
     layout = BLOCKS.get(name)
     return SPLIT if layout is JOINT and hasattr(block, "intermediate") else layout  # transformers before version 5
+
+
+ADAPTERS: dict[str, Adapter] = {}

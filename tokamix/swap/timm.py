@@ -1,108 +1,181 @@
-"""timm's attention classes, replaced by SimA, and the layout of timm's blocks.
+"""timm's attention classes, and the layout of timm's blocks.
 
-The modules that call operators are leaves to symbolic tracing (timm's feature extraction by torch.fx), because the
-operators look at shapes.
+An `Adapter` without forward runs the host's own forward. The classes are named, not imported: a name that an older or
+newer timm does not have is no error.
 """
 
 from typing import Any
 
-import torch
-from timm.layers import Attention, register_notrace_module
-from timm.models.cait import ClassAttn, TalkingHeadAttn
-from timm.models.swin_transformer import WindowAttention
-from timm.models.xcit import XCA
-from torch import Tensor, nn
-
-from tokamix.layers import merge_heads, split_heads
-from tokamix.mixers.sima_multihead import weigh
-from tokamix.ops import sima_class_attention, sima_self_attention
+from tokamix.swap import timm_forwards as forwards
 from tokamix.swap._host import BEFORE, Adapter, BlockLayout
 
-
-@register_notrace_module
-class QKVSimA(nn.Module):
-    """SimA with the layers of an attention that has one projection for queries, keys and values."""
-
-    def __init__(self, host: Any, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.qkv, self.proj, self.proj_drop = host.qkv, host.proj, host.proj_drop
-        # optional parts of timm's Attention
-        self.q_norm: nn.Module = getattr(host, "q_norm", nn.Identity())
-        self.k_norm: nn.Module = getattr(host, "k_norm", nn.Identity())
-        self.norm: nn.Module = getattr(host, "norm", nn.Identity())
-        self.gate: nn.Module | None = getattr(host, "gate", None)
-
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Mix tokens x (B, N, C) or (B, H, W, C); masked pairs (False, or negative) get weight 0."""
-        if is_causal:
-            raise ValueError(
-                "SimA normalises over all tokens, including later ones, so it has no causal form; use is_causal=False"
-            )
-        qkv = self.qkv(x.flatten(1, -2)).unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, H, D)
-        if not isinstance(self.q_norm, nn.Identity):
-            q, k, v = qkv.unbind(2)
-            qkv = torch.stack([self.q_norm(q), self.k_norm(k), v], dim=2)
-        if attn_mask is None:
-            out = sima_self_attention(qkv)
-        else:
-            q, k, v = qkv.transpose(1, 3).unbind(2)  # (B, H, N, D)
-            masked = attn_mask < 0 if attn_mask.is_floating_point() else ~attn_mask
-            out = merge_heads(weigh(q, k, v, masked)[0])
-        out = self.norm(out).reshape(*x.shape[:-1], -1)
-        out = out if self.gate is None else out * self.gate(x).sigmoid()
-        return self.proj_drop(self.proj(out))
+BIASES: dict[str, Any] = {
+    "position": ("attention_biases", "attention_bias_idxs"),
+    "bias_methods": ("get_attention_biases",),
+}
+CHANNELS = "cross-covariance attention: its temperatures are dropped, and tokens mix instead of channels"
+WINDOW = (
+    "each window is mixed on its own; its relative position bias is dropped, and in shifted windows SimA gives pairs"
+    " across borders weight 0, other mixers mix them"
+)
+RELATIVE = "the relative position bias is dropped: only softmax has logits to add it to"
+DOWN: dict[str, Any] = {"layout": "other", "note": RELATIVE}
+POOL: dict[str, Any] = {"layout": "other", "class_attention": True}
 
 
-class WindowSimA(QKVSimA):
-    """`QKVSimA` in Swin's windows."""
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """Mix the tokens x (B * windows, N, C) of each window; `mask` (windows, N, N) is negative across borders."""
-        if mask is not None:
-            mask = mask.repeat(x.shape[0] // mask.shape[0], 1, 1).unsqueeze(1)
-        return super().forward(x, mask)
-
-    def set_window_size(self, window_size: tuple[int, int]) -> None:
-        """Do nothing: timm calls this when the image size changes, but nothing here depends on the window."""
+def _set_heads(host: Any) -> None:
+    """Here the host's own number of heads can change."""
+    host.num_heads = getattr(host.mixer, "num_heads", None) or host.num_heads
 
 
-@register_notrace_module
-class ClassSimA(nn.Module):
-    """SimA with the layers of timm's class attention, as in the XCiT of SimA's authors.
-
-    Queries and keys are normalised over all tokens with eps 1e-6, so every token gets a query.
-    """
-
-    def __init__(self, host: Any, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.q, self.k, self.v, self.proj, self.proj_drop = host.q, host.k, host.v, host.proj, host.proj_drop
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, 1 + N, C) -> the new class token (B, 1, C)."""
-        q, k, v = (split_heads(layer(x), self.num_heads) for layer in (self.q, self.k, self.v))
-        return self.proj_drop(self.proj(merge_heads(sima_class_attention(q, k, v, eps=1e-6))))
+def _no_relative(host: Any) -> None:
+    """SAM's attention has a flag for its relative positions."""
+    host.use_rel_pos = host.use_rel_pos and host.rel_pos_h is not None
 
 
-ADAPTERS: dict[type[nn.Module], Adapter] = {
-    Attention: Adapter(QKVSimA),
-    XCA: Adapter(
-        QKVSimA, note="cross-covariance attention: its temperatures are dropped, and tokens mix instead of channels"
+def _no_spatial(host: Any) -> None:
+    """MViTv2's likewise."""
+    if not getattr(host.mixer, "keeps_bias", False):
+        host.rel_pos_type = ""
+
+
+def _tnt_prefix(name: str) -> int:
+    """The pixels of a patch have no class token, the patches have."""
+    return 0 if name.endswith("attn_in") else 1
+
+
+ADAPTERS: dict[str, Adapter] = {
+    "timm.layers.attention.Attention": Adapter(forwards.attention, prepare=_set_heads),
+    "timm.layers.attention.AttentionRope": Adapter(),
+    "timm.layers.diff_attention.DiffAttention": Adapter(
+        note="differential attention is now the difference of two products of the new mixer"
     ),
-    TalkingHeadAttn: Adapter(
-        QKVSimA, note="talking heads (proj_l, proj_w) are dropped: SimA has no attention weights for them to mix"
+    "timm.layers.attention2d.MultiQueryAttention2d": Adapter(layout="nchw", output="output.proj"),
+    "timm.layers.attention2d.Attention2d": Adapter(layout="nchw"),
+    "timm.layers.attention_pool.AttentionPoolLatent": Adapter(**POOL),
+    "timm.layers.attention_pool.AttentionPoolPrr": Adapter(**POOL),
+    "timm.layers.attention_pool2d.AttentionPool2d": Adapter(**POOL),
+    "timm.layers.attention_pool2d.RotAttentionPool2d": Adapter(**POOL),
+    "timm.layers.bottleneck_attn.BottleneckAttn": Adapter(
+        forwards.bottleneck, layout="other", position=("pos_embed",), note=RELATIVE
     ),
-    WindowAttention: Adapter(
-        WindowSimA,
-        note="each window is normalised on its own; the relative position bias is dropped, and pairs that the shifted"
-        " windows mask get weight 0",
+    "timm.layers.halo_attn.HaloAttn": Adapter(
+        forwards.halo, layout="other", window=True, position=("pos_embed",), note=RELATIVE
     ),
-    ClassAttn: Adapter(
-        ClassSimA,
-        note="class attention normalises over all tokens, so every token gets a query",
+    "timm.models.vision_transformer.ParallelScalingBlock": Adapter(layout="other"),
+    "timm.models.vision_transformer.DiffParallelScalingBlock": Adapter(layout="other"),
+    "timm.models.beit.Attention": Adapter(
+        position=("relative_position_bias_table", "relative_position_index"), note=RELATIVE
+    ),
+    "timm.models.cait.TalkingHeadAttn": Adapter(
+        forwards.attention,
+        position=("proj_l", "proj_w"),
+        note="talking heads (proj_l, proj_w) are dropped: without attention weights there is nothing to mix",
+    ),
+    "timm.models.cait.ClassAttn": Adapter(
+        forwards.class_attention,
+        layout="other",
         class_attention=True,
+        note="class attention with SimA normalises over all tokens, so every token gets a query",
     ),
+    "timm.models.coat.FactorAttnConvRelPosEnc": Adapter(
+        forwards.coat, prefix=1, note="factorised attention is replaced, its convolutional position encoding kept"
+    ),
+    "timm.models.convit.MHSA": Adapter(forwards.attention, prefix=1),
+    "timm.models.convit.GPSA": Adapter(
+        forwards.gpsa,
+        position=("pos_proj", "gating_param"),
+        prefix=0,
+        note="the attention to positions and its gate are dropped",
+    ),
+    "timm.models.cpubone.ConvAttention": Adapter(layout="nchw", output="o_proj"),
+    "timm.models.crossvit.CrossAttention": Adapter(forwards.crossvit, layout="other", class_attention=True),
+    "timm.models.davit.WindowAttention": Adapter(window=True),
+    "timm.models.edgenext.CrossCovarianceAttn": Adapter(
+        forwards.attention, position=("temperature",), prefix=0, note=CHANNELS
+    ),
+    "timm.models.efficientformer.Attention": Adapter(forwards.efficientformer, **BIASES, prefix=0, note=RELATIVE),
+    "timm.models.efficientformer_v2.Attention2d": Adapter(
+        forwards.efficientformer_v2,
+        layout="nchw",
+        position=(*BIASES["position"], "talking_head1", "talking_head2"),
+        bias_methods=BIASES["bias_methods"],
+        note="attention biases and talking heads are dropped: without attention weights there is nothing to mix",
+    ),
+    "timm.models.efficientformer_v2.Attention2dDownsample": Adapter(forwards.efficientformer_v2_down, **BIASES, **DOWN),
+    "timm.models.efficientvit_msra.CascadedGroupAttention": Adapter(
+        forwards.cascaded_group, **BIASES, layout="nchw", window=True, note=RELATIVE
+    ),
+    "timm.models.eva.EvaAttention": Adapter(),
+    "timm.models.fastvit.Attention": Adapter(layout="nchw"),
+    "timm.models.gcvit.WindowAttentionGlobal": Adapter(
+        forwards.gcvit, position=("rel_pos",), window=True, note=RELATIVE
+    ),
+    "timm.models.gemma4_vit.Gemma4Attention": Adapter(output="o_proj", prefix=0),
+    "timm.models.hiera.MaskUnitAttention": Adapter(layout="other", window=True, ordered=False),
+    "timm.models.hieradet_sam2.MultiScaleAttention": Adapter(layout="nhwc", window=True),
+    "timm.models.iformer.SHMA": Adapter(layout="nchw"),
+    "timm.models.levit.Attention": Adapter(forwards.levit, **BIASES, prefix=0, layout="nchw", note=RELATIVE),
+    "timm.models.levit.AttentionDownsample": Adapter(forwards.levit_down, **BIASES, **DOWN),
+    "timm.models.lowformer.ConvAttention": Adapter(layout="nchw", output="o_proj"),
+    "timm.models.maxxvit.Attention2d": Adapter(layout="nchw", position=("rel_pos",), note=RELATIVE),
+    "timm.models.maxxvit.AttentionCl": Adapter(layout="nhwc", position=("rel_pos",), window=True, note=RELATIVE),
+    "timm.models.metaformer.Attention": Adapter(prefix=0),
+    "timm.models.mvitv2.MultiScaleAttention": Adapter(
+        forwards.mvit, position=("rel_pos_h", "rel_pos_w"), prepare=_no_spatial, **DOWN
+    ),
+    "timm.models.nest.Attention": Adapter(layout="other", window=True),
+    "timm.models.nextvit.EfficientAttention": Adapter(prefix=0),
+    "timm.models.pvt_v2.Attention": Adapter(prefix=0),
+    "timm.models.shvit.SHSA": Adapter(forwards.shvit, layout="nchw"),
+    "timm.models.swin_transformer.WindowAttention": Adapter(
+        forwards.window_attention,
+        position=("relative_position_bias_table", "relative_position_index"),
+        window=True,
+        note=WINDOW,
+    ),
+    "timm.models.swin_transformer_v2.WindowAttention": Adapter(
+        forwards.cosine_window_attention,
+        position=("cpb_mlp", "logit_scale", "relative_coords_table", "relative_position_index"),
+        window=True,
+        note=WINDOW,
+    ),
+    "timm.models.swin_transformer_v2_cr.WindowMultiHeadAttention": Adapter(
+        forwards.cosine_window_attention,
+        position=("meta_mlp", "logit_scale", "relative_coordinates_log"),
+        window=True,
+        note=WINDOW,
+    ),
+    "timm.models.tiny_vit.Attention": Adapter(**BIASES, window=True, note=RELATIVE),
+    "timm.models.tnt.Attention": Adapter(forwards.tnt, prefix=_tnt_prefix),
+    "timm.models.twins.LocallyGroupedAttn": Adapter(head_axis=2, prefix=0),
+    "timm.models.twins.GlobalSubSampleAttn": Adapter(prefix=0),
+    "timm.models.visformer.Attention": Adapter(layout="nchw"),
+    "timm.models.vision_transformer_relpos.RelPosAttention": Adapter(position=("rel_pos",), note=RELATIVE),
+    "timm.models.vision_transformer_sam.Attention": Adapter(
+        layout="nhwc", head_axis=0, position=("rel_pos_h", "rel_pos_w"), prepare=_no_relative, note=RELATIVE
+    ),
+    "timm.models.volo.Attention": Adapter(layout="nhwc"),
+    "timm.models.volo.ClassAttention": Adapter(forwards.class_attention, layout="other", class_attention=True),
+    "timm.models.xcit.XCA": Adapter(forwards.attention, position=("temperature",), prefix=0, note=CHANNELS),
+}
+
+# what computes a softmax but mixes no tokens by queries and keys: kept, and named in the report
+KEPT = {
+    "timm.models.davit.ChannelAttention": "mixes channels, not tokens",
+    "timm.models.davit.ChannelAttentionV2": "mixes channels, not tokens",
+    "timm.models.csatv2.SpatialTransformerBlock": "weighs positions of one channel, without queries and keys per image",
+    "timm.models.volo.OutlookAttention": "predicts weights from one token: it has no keys",
+    "timm.models.mobilevit.LinearSelfAttention": "is linear in the tokens already: one softmax over them, no keys",
+    "timm.models.efficientvim.HSMSSD": "is a state-space mixer, linear in the tokens",
+    "timm.models.efficientvim.EfficientViM": "weighs the heads of its stages",
+    "timm.models.efficientvim.EfficientViMDistilled": "weighs the heads of its stages",
+    "timm.layers.lambda_layer.LambdaLayer": "is linear in the tokens already",
+    "timm.layers.global_context.GlobalContext": "pools positions to one context",
+    "timm.layers.split_attn.RadixSoftmax": "weighs branches, not tokens",
+    "timm.layers.split_attn.SplitAttn": "weighs branches, not tokens",
+    "timm.layers.selective_kernel.SelectiveKernelAttn": "weighs branches, not tokens",
+    "timm.layers.non_local_attn.BilinearAttnTransform": "mixes rows and columns by predicted maps: it has no keys",
 }
 
 # by name, so that these models need not be imported

@@ -224,6 +224,15 @@ ERRORS = {
     "nan": (wrong(GOOD, bbox=[float("nan"), 2, 3, 4]), "annotation 1 has the bbox"),
     "runs": (wrong(GOOD, segmentation={"counts": [1]}), "annotation 1 has run lengths without 'size' and 'counts'"),
     "no runs": (wrong(GOOD, segmentation={"size": None, "counts": [1]}), "annotation 1 has run lengths without 'size'"),
+    "lists of runs": (
+        wrong(GOOD, segmentation={"size": [32, 40], "counts": [[1], 2]}),
+        "run lengths that are not whole",
+    ),
+    "negative runs": (
+        wrong(GOOD, segmentation={"size": [32, 40], "counts": [-1, 1281]}),
+        "are not whole numbers from 0",
+    ),
+    "huge": (wrong(GOOD, bbox=[10**400, 2, 3, 4]), "annotation 1 has the bbox"),
     "nan corners": (wrong(GOOD, segmentation=[[float("nan")] * 6]), "annotation 1 has a polygon whose corners are not"),
     "area": (wrong(GOOD, area="80"), "annotation 1 has the area '80'; it must be a number"),
     "kinds": (

@@ -184,6 +184,9 @@ def test_listed_files_that_are_missing(tmp_path: Path) -> None:
 
 def test_names_of_classes(folder: Path) -> None:
     assert create_dataset(str(folder), "segment").classes == ("ground", "tree")
+    (folder / "classes.txt").write_bytes(b"ground\ntr\xe4d\n")
+    with pytest.raises(DataError, match=r"classes\.txt is not a text file in UTF-8"):
+        create_dataset(str(folder), "segment")
     (folder / "classes.txt").unlink()
     with pytest.raises(DataError, match=r"has no class names; write classes\.txt with one name per line"):
         create_dataset(str(folder), "segment")

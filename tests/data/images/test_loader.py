@@ -1,5 +1,6 @@
 """Batches depend on their place in the epoch alone: not on workers, ranks, resuming, or the state of any generator."""
 
+import gc
 import logging
 import os
 import random
@@ -333,7 +334,7 @@ class Deadly(ArrayDataset):
 
 def test_a_killed_worker_ends_with_a_clear_error() -> None:
     loader = create_train_loader(Deadly(torch.zeros(9, 3, 8, 8), [0] * 9, ("a",)), recipe(), batch_size=8, workers=1)
-    with pytest.raises(RuntimeError, match=r"a data worker died \(.*\); the usual cause is too little memory"):
+    with pytest.raises(ChildProcessError, match=r"a data worker died \(.*\); the usual cause is too little memory"):
         list(loader.epoch(0))
 
 
@@ -355,3 +356,20 @@ def test_a_gpu_gets_the_batches_of_a_cpu(dataset: ImageDataset, name: str) -> No
                 pass
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_capture_survives_the_loaders_before_it(dataset: ImageDataset) -> None:
+    """Garbage collection frees the graphs of earlier loaders, which is not allowed during a capture."""
+    for _ in range(3):
+        loader: Any = create_train_loader(dataset, RECIPES["padded"], batch_size=8, device="cuda")
+        list(loader.epoch(0))
+        loader.itself = loader  # only the garbage collector can free it
+    thresholds = gc.get_threshold()
+    loader = create_train_loader(dataset, RECIPES["padded"], batch_size=8, device="cuda")
+    gc.set_threshold(1, 1, 1)
+    try:
+        assert len(list(loader.epoch(0))) == len(loader)
+    finally:
+        gc.set_threshold(*thresholds)

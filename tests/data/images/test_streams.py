@@ -162,6 +162,17 @@ def test_errors_of_shards(source: str, tmp_path: Path) -> None:
     bad.write_bytes(b"")
     with pytest.raises(DataError, match=r"val-bad\.tar is corrupt, truncated or not a tar file"):
         create_dataset(f"wds:{train},{bad}")
+    for name, content, message in (
+        ("sizes.json", b"{", r"sizes\.json of .*train-0000\.tar is broken; expected"),
+        ("sizes.json", b"[]", "is broken; expected"),
+        ("sizes.json", b'{"train-0000.tar": "7"}', "has '7' for train-0000.tar, but must have a number of images"),
+        ("sizes.json", b'{"train-0000.tar": -1}', "has -1 for train-0000.tar"),
+        ("classes.txt", b"\xff\xfe", r"classes\.txt is not a text file in UTF-8"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            create_dataset(f"wds:{tmp_path}/train-0000.tar,{tmp_path}/val-0000.tar")
+        (tmp_path / name).unlink()
 
 
 def test_corrupt_images_and_shards(source: str, tmp_path: Path) -> None:

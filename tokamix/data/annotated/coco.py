@@ -345,7 +345,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) < 2**53  # neither NaN nor infinite
 
 
 def _outline(segmentation: Any, name: str) -> list[np.ndarray] | dict[str, Any] | None:
@@ -354,6 +354,8 @@ def _outline(segmentation: Any, name: str) -> list[np.ndarray] | dict[str, Any] 
         size, counts = segmentation.get("size"), segmentation.get("counts")
         if not (isinstance(size, list) and len(size) == 2 and isinstance(counts, list | str)):
             raise DataError(f"{name} has run lengths without 'size' and 'counts'")
+        if isinstance(counts, list) and not all(type(count) is int and count >= 0 for count in counts):
+            raise DataError(f"{name} has run lengths that are not whole numbers from 0 on")
         return segmentation
     parts = segmentation if isinstance(segmentation, list) else []
     polygons = [points for points in parts if isinstance(points, list) and len(points) >= 6]

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tokamix.data.annotated.datasets import AnnotatedDataset, AnnotatedImage
 from tokamix.data.annotated.sources import check_options
-from tokamix.data.decode import EXTENSIONS, DataError, first_line, read_oriented_image
+from tokamix.data.decode import EXTENSIONS, DataError, first_line, read_lines, read_oriented_image
 from tokamix.data.splits import split_indices
 from tokamix.tasks import IGNORE_INDEX
 
@@ -88,9 +88,9 @@ def _class_names(root: Path, count: str | None) -> tuple[str, ...]:
         except (ValueError, KeyError, TypeError):
             raise DataError(f"{file} is neither a list of names nor {{'classes': [names]}}") from None
     if (file := root / "classes.txt").is_file():
-        return tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
+        return tuple(read_lines(file))
     if (file := root / ADE_NAMES).is_file():
-        rows = [line.split("\t") for line in file.read_text().splitlines()[1:] if line.strip()]
+        rows = [line.split("\t") for line in read_lines(file)[1:]]
         return tuple(row[-1].split(",")[0].strip() for row in rows)
     if (root / "JPEGImages").is_dir() and (root / "SegmentationClass").is_dir():
         return VOC
@@ -127,7 +127,7 @@ def _match(images: Path, masks: Path, listed: Path | None = None) -> tuple[list[
     image_files, mask_files = _by_name(images), _by_name(masks)
     names = sorted(image_files)
     if listed:
-        names = [line.split()[0] for line in listed.read_text().splitlines() if line.strip()]
+        names = [line.split()[0] for line in read_lines(listed)]
         if missing := [name for name in names if name not in image_files]:
             raise DataError(f"{missing[0]} of {listed} is not in {images} ({len(missing)} images are missing)")
     if not names:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tokamix.compile import capture_graph
 from tokamix.data.batches import IndexOrder
 from tokamix.data.images.augment import Augment, Erase
 from tokamix.data.images.plan import AugmentPlan, copy_to_device
@@ -103,7 +104,7 @@ def replay_as_graph(function: Callable[..., Batch]) -> Callable[..., Batch]:
             with torch.cuda.stream(stream):
                 function(*inputs)  # libraries initialise at their first call, which cannot be recorded
             torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may pin memory meanwhile
+            with capture_graph(graph, capture_error_mode="thread_local"):  # other threads may pin memory meanwhile
                 outputs = function(*inputs)
         for static, tensor in zip(inputs, arguments, strict=True):
             static.copy_(tensor)

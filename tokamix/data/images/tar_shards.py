@@ -36,11 +36,7 @@ class TarShards(ImageStream):
     def __init__(self, urls: Sequence[str]) -> None:
         names, sizes = _read_beside(urls[0], "classes.txt"), _read_beside(urls[0], "sizes.json")
         if sizes is not None:
-            counts_by_name = json.loads(sizes)
-            missing = [url for url in urls if Path(url).name not in counts_by_name]
-            if missing:
-                raise DataError(f"sizes.json has no number of images for {missing[0]}")
-            counts = [int(counts_by_name[Path(url).name]) for url in urls]
+            counts = _parse_sizes(sizes, urls)
         if names is None or sizes is None:
             if remote := [url for url in urls if _is_remote(url)]:
                 raise DataError(f"{remote[0]} is remote: put sizes.json and classes.txt beside the shards")
@@ -59,6 +55,24 @@ class TarShards(ImageStream):
                     yield _item(f"{shard}:{stem}", {_split_name(name)[1]: content for name, content in group})
         except (tarfile.TarError, EOFError, OSError) as error:
             raise DataError(f"{shard} is corrupt, truncated or not a tar file: {error}") from None
+
+
+def _parse_sizes(text: str, urls: Sequence[str]) -> list[int]:
+    """The number of images of each shard, from the content of sizes.json."""
+    try:
+        sizes = json.loads(text)
+    except ValueError:
+        sizes = None
+    beside = f"the sizes.json of {urls[0]}"
+    if not isinstance(sizes, dict):
+        raise DataError(f'{beside} is broken; expected {{"shard.tar": number of images, ...}}')
+    counts: list[Any] = [sizes.get(Path(url).name) for url in urls]
+    for url, count in zip(urls, counts, strict=True):
+        if count is None:
+            raise DataError(f"sizes.json has no number of images for {url}")
+        if type(count) is not int or count < 0:
+            raise DataError(f"{beside} has {count!r} for {Path(url).name}, but must have a number of images")
+    return counts
 
 
 def _content(tar: tarfile.TarFile, member: tarfile.TarInfo, peek: bool) -> bytes:
@@ -108,6 +122,8 @@ def _read_beside(url: str, name: str) -> str | None:
             return file.read().decode().strip()
     except OSError:
         return None
+    except UnicodeDecodeError:
+        raise DataError(f"{folder + slash + name} is not a text file in UTF-8") from None
 
 
 def expand(pattern: str) -> list[str]:

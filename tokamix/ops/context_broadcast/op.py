@@ -40,6 +40,7 @@ def broadcast_context(
         raise ValueError(f"broadcast_context needs tokens of shape (B, N, C), got {tuple(x.shape)}")
     if scale is not None and scale.shape != x.shape[-1:]:
         raise ValueError(f"scale must have one value per channel, ({x.shape[-1]},), got {tuple(scale.shape)}")
+    dispatch.check_floating("broadcast_context", x, scale)
     limit, better = _limit(x, kind), None
     if torch.compiler.is_compiling():
         better = "torch.compile fuses it with neighbouring operators"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tokamix.ops import dispatch
 from tokamix.ops.depthwise_conv import reference
-from tokamix.ops.precision import autocast_dtype
+from tokamix.ops.precision import autocast_dtype, autocast_enabled
 
 
 def depthwise_conv(
@@ -35,6 +35,12 @@ def depthwise_conv(
         raise ValueError(f"{x.shape[3]} channels need kernels ({x.shape[3]}, 1, odd, odd), got {tuple(weight.shape)}")
     if bias is not None and bias.shape != x.shape[3:]:
         raise ValueError(f"{x.shape[3]} channels need a bias ({x.shape[3]},), got {tuple(bias.shape)}")
+    dispatch.check_floating("depthwise_conv", x, weight, bias)
+    if not torch.compiler.is_compiling() and 0 in x.shape[1:]:
+        raise ValueError(f"depthwise_conv needs a map of at least 1x1 with channels, got {tuple(x.shape)}")
+    dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
+    if len(dtypes) > 1 and not autocast_enabled(x):
+        raise ValueError(f"x, weight and bias must share one dtype, got {', '.join(map(str, dtypes))}; cast them first")
     if not residual:  # the residual stream keeps its precision, as in plain PyTorch
         x = x.to(autocast_dtype(x))
     limit = None if weight.shape[2:] == (3, 3) else f"kernels are {weight.shape[2]}x{weight.shape[3]}, not 3x3"

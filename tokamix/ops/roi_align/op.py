@@ -40,6 +40,7 @@ def multiscale_roi_align(
     """
     if not len(features) == len(strides) > 0:
         raise ValueError(f"got {len(features)} feature maps and {len(strides)} strides; pass one stride per map")
+    _check(features, boxes, image_index, level)
     levels = len(features)
     limit = f"{levels} feature maps are more than the kernel's {MAX_LEVELS}" if levels > MAX_LEVELS else None
     if torch.is_grad_enabled() and any(x.requires_grad for x in features):
@@ -49,6 +50,22 @@ def multiscale_roi_align(
     return torch.ops.tokamix.multiscale_roi_align(
         list(features), boxes.float(), image_index, level, output_size, list(strides)
     )
+
+
+def _check(features: Sequence[Tensor], boxes: Tensor, image_index: Tensor, level: Tensor) -> None:
+    kinds = {(x.ndim, *x.shape[:2], x.dtype) for x in features}
+    if len(kinds) > 1 or features[0].ndim != 4:
+        shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in features)
+        raise ValueError(f"feature maps must be (B, C, H_i, W_i) with the same B, C and dtype, got {shapes}")
+    dispatch.check_floating("multiscale_roi_align", features[0])
+    if boxes.ndim != 2 or boxes.shape[1] != 4 or not image_index.shape == level.shape == boxes.shape[:1]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (boxes, image_index, level))
+        raise ValueError(f"multiscale_roi_align needs boxes (N, 4), image_index (N,) and level (N,), got {shapes}")
+    if boxes.device.type != "cpu" or torch.compiler.is_compiling() or not len(boxes):
+        return  # a GPU would have to wait for the values
+    for name, index, size in (("image_index", image_index, len(features[0])), ("level", level, len(features))):
+        if not 0 <= int(index.min()) <= int(index.max()) < size:
+            raise ValueError(f"{name} has values from {index.min()} to {index.max()}, but must be from 0 to {size - 1}")
 
 
 @torch.library.custom_op("tokamix::multiscale_roi_align", mutates_args=())

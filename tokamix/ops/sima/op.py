@@ -43,13 +43,7 @@ def sima_attention(
         (B, H, Nq, D). The kernels return memory in the order (B, Nq, H, D), for the projection that follows.
     """
     _check_options(norm, order, eps)
-    if q.ndim != 4 or k.shape != v.shape or (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
-        raise ValueError(
-            "sima_attention needs q (B, H, Nq, D) and k, v (B, H, Nk, D), got "
-            + ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        )
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must share one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; cast them first")
+    _check_inputs("sima_attention", q, k, v)
     if dispatch.choose("sima_attention", q, k, v, backend=backend, limit=_limit(q, order)) == "triton":
         run = _Direct.apply if dispatch.is_plain_call(q, k, v) else torch.ops.tokamix.sima_attention
         return run(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), norm, eps).transpose(1, 2)
@@ -74,9 +68,12 @@ def sima_self_attention(
     _check_options(norm, order, eps)
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ValueError(f"sima_self_attention needs qkv of shape (B, N, 3, H, D), got {tuple(qkv.shape)}")
+    dispatch.check_floating("sima_self_attention", qkv)
     if dispatch.choose("sima_self_attention", qkv, backend=backend, limit=_limit(qkv, order)) == "triton":
         run = _Direct.apply if dispatch.is_plain_call(qkv) else torch.ops.tokamix.sima_self_attention
         return run(qkv, norm, eps).flatten(2)
+    if dispatch.is_exporting() and norm == "l1" and qkv.dtype != torch.float16:
+        return reference.exported_self_attention(qkv, eps)
     q, k, v = qkv.transpose(1, 3).unbind(2)  # (B, H, N, D) each
     out = reference.sima_attention(q, k, v, norm, order or _cheaper_order(q, k), eps)
     return out.transpose(1, 2).flatten(2)
@@ -88,6 +85,7 @@ def sima_class_attention(q: Tensor, k: Tensor, v: Tensor, norm: str | None = "l1
     The queries' norm is over all tokens, so the other queries are needed too.
     """
     _check_options(norm, None, eps)
+    _check_inputs("sima_class_attention", q, k, v)
     return reference.sima_class_attention(q, k, v, norm, eps)
 
 
@@ -98,6 +96,15 @@ def _check_options(norm: str | None, order: str | None, eps: float) -> None:
         raise ValueError(f"unknown order {order!r} of multiplication: choose one of 'linear', 'quadratic', None")
     if eps <= 0:
         raise ValueError(f"eps must be positive, got {eps}: a channel of zeros is divided by it")
+
+
+def _check_inputs(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.ndim != 4 or k.shape != v.shape or (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(f"{op} needs q (B, H, Nq, D) and k, v (B, H, Nk, D), got {shapes}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must share one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; cast them first")
+    dispatch.check_floating(op, q)
 
 
 def _cheaper_order(q: Tensor, k: Tensor) -> str:

@@ -66,6 +66,7 @@ def super_token_scatter(tokens: Tensor, association: Tensor, cell: Cell, backend
             f"an association (B, H, W, 9) of shape {tuple(association.shape)} with cells {tuple(cell)} needs super "
             f"tokens ({association.shape[0]}, {grid[0]}, {grid[1]}, C), got {tuple(tokens.shape)}"
         )
+    dispatch.check_floating("super_token_scatter", tokens)
     association = association.detach().to(tokens.dtype)
     if dispatch.choose("super_token_scatter", tokens, association, backend=backend, limit=_limit(tokens)) == "eager":
         return reference.scatter(tokens, association, cell)
@@ -81,10 +82,11 @@ def _pair(cell: list[int]) -> Cell:
 
 
 def _check_map(op: str, x: Tensor, cell: Cell) -> None:
-    if x.ndim != 4:
+    if x.ndim != 4 or x.shape[3] == 0:
         raise ValueError(f"{op} needs a map of shape (B, H, W, C), got {tuple(x.shape)}")
     if len(cell) != 2 or min(cell) < 1:
         raise ValueError(f"{op} needs cells of at least 1x1 as a pair (h, w), got {cell}")
+    dispatch.check_floating(op, x)
 
 
 @torch.library.custom_op("tokamix::super_token_sample", mutates_args=())

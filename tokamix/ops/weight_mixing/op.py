@@ -90,6 +90,7 @@ def _check(
 ) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}: choose one of {', '.join(ACTIVATIONS)}")
+    dispatch.check_floating("bank_mixing", v, policy, bank)
     tokens, pairs = grid[0] * grid[1], window[0] * window[1]
     for name, x, axes in (("v", v, "heads, d"), ("policy", policy, "K, heads")):
         if x is not None and (x.ndim != 4 or x.shape[1] != tokens):

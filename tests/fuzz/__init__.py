@@ -1,0 +1,1 @@
+"""Random inputs: `make fuzz`. Not part of `make test`, which runs a few of them."""

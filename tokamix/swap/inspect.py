@@ -1,0 +1,171 @@
+"""Find the attentions of a model: what `swap_mixer` can replace, what it keeps, and the shapes of their tokens."""
+
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from timm.layers import to_2tuple
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from tokamix.cost import plain_inference
+from tokamix.swap import hf, torchvision
+from tokamix.swap import timm as timm_host
+from tokamix.swap import tokamix as tokamix_host
+from tokamix.swap import torch as torch_host
+from tokamix.swap._host import Adapter
+from tokamix.swap.attention import ImageSize, Swapped, swap
+from tokamix.swap.product import Call, SoftmaxProduct
+
+HOSTS = (timm_host, torch_host, torchvision, hf, tokamix_host)
+ADAPTERS: dict[str, Adapter] = {name: adapter for host in HOSTS for name, adapter in host.ADAPTERS.items()}
+KEPT = timm_host.KEPT
+SOFTMAX = ("softmax", "scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS")  # in the source of an attention
+NO_ATTENTION = ("torch.", "timm.layers.classifier", "tokamix.")  # their softmax classes are in the table, or the mixers
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Shapes at one attention in a forward pass: queries, keys, values; input and output, if they are tensors."""
+
+    q: torch.Size
+    k: torch.Size
+    v: torch.Size
+    input: torch.Size | None
+    output: torch.Size | None
+
+
+def find_attentions(model: nn.Module) -> tuple[dict[str, tuple[Any, Adapter]], dict[str, str], dict[str, str]]:
+    """The attentions of a model.
+
+    Returns:
+        Names with module and adapter of those that can be replaced; names and reasons of modules that compute a softmax
+        but are no attention among tokens; names and reasons of attentions without adapter.
+    """
+    found: dict[str, tuple[Any, Adapter]] = {}
+    kept, unknown = {}, {}
+    for name, module in model.named_modules():
+        if isinstance(module, Swapped):
+            continue
+        kind: Any = type(module)
+        path = class_path(kind)
+        if adapter := find_adapter(kind):
+            found[name] = (module, adapter)
+        elif path in KEPT:
+            kept[name] = KEPT[path]
+        elif computes_softmax(kind):
+            unknown[name] = f"{kind.__name__} computes a softmax and has no adapter"
+    return found, kept, unknown
+
+
+@functools.cache
+def find_adapter(kind: Any) -> Adapter | None:
+    """The adapter of a class of attention, or of the class that it extends."""
+    for base in kind.__mro__:
+        adapter = ADAPTERS.get(class_path(base))
+        if adapter is not None:
+            if base is kind or kind.forward is base.forward:
+                return adapter
+            # a subclass with its own forward: its product is replaced if it calls PyTorch's
+            calls = "scaled_dot_product_attention" in _source(kind)
+            return replace(adapter, forward=None, convert=None) if calls else None
+    return None
+
+
+@functools.cache
+def computes_softmax(kind: Any) -> bool:
+    """Whether the source of a class mentions a softmax or PyTorch's attention."""
+    if class_path(kind).startswith(NO_ATTENTION):
+        return False
+    return any(word in _source(kind) for word in SOFTMAX)
+
+
+def class_path(kind: type) -> str:
+    """Module and name of a class."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def record_shapes(model: nn.Module, hosts: dict[str, tuple[Any, Adapter]], size: tuple[int, int]) -> dict[str, Shapes]:
+    """The shapes at each attention for one image of a size, without computing; {} if the model takes no image."""
+    recorded: dict[str, Shapes] = {}
+    with unchanged(hosts):
+        handles = []
+        for name, (host, adapter) in hosts.items():
+            recorder = _Recorder()
+            swap(host, replace(adapter, convert=None), recorder, ImageSize(), 0)
+            handles.append(host.register_forward_hook(functools.partial(_record, recorded, recorder, name)))
+        try:
+            with plain_inference(model):
+                _forward_on_meta(model, size)
+        except Exception:  # whatever it is, the shapes are not known
+            return {}
+        finally:
+            for handle in handles:
+                handle.remove()
+    return recorded
+
+
+def nominal_size(model: nn.Module) -> tuple[int, int]:
+    """The image size of a model: that of its patch embedding, or of its pretrained_cfg, or 224."""
+    embed = getattr(model, "patch_embed", None)
+    if (size := getattr(embed, "img_size", None)) is not None:
+        return to_2tuple(size)
+    config = getattr(model, "config", None)
+    if isinstance(size := getattr(config, "image_size", None), int | tuple | list):
+        return to_2tuple(size)
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    return to_2tuple(cfg.get("input_size", (3, 224, 224))[-2:])
+
+
+@contextmanager
+def unchanged(hosts: dict[str, tuple[Any, Adapter]]) -> Iterator[None]:
+    """Restore the modules of attentions when the block ends."""
+    saved = [
+        (host, type(host), {k: dict(v) if isinstance(v, dict) else v for k, v in vars(host).items()})
+        for host, _ in hosts.values()
+    ]
+    try:
+        yield
+    finally:
+        for host, kind, state in saved:
+            host.__class__ = kind
+            vars(host).clear()
+            vars(host).update(state)
+
+
+class _Recorder(SoftmaxProduct):
+    """The host's own product, which remembers the shapes of its first call."""
+
+    shapes: tuple[torch.Size, torch.Size, torch.Size] | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        self.shapes = self.shapes or (q.shape, k.shape, v.shape)
+        return super().forward(q, k, v, call)
+
+
+def _record(recorded: dict[str, Shapes], recorder: Any, name: str, module: Any, args: Any, output: Any) -> None:
+    if recorder.shapes is not None:
+        first = args[0].shape if args and isinstance(args[0], Tensor) else None
+        q, k, v = recorder.shapes
+        recorded[name] = Shapes(q, k, v, first, output.shape if isinstance(output, Tensor) else None)
+
+
+def _forward_on_meta(model: nn.Module, size: tuple[int, int]) -> None:
+    state = {name: tensor for part in (model.named_parameters(), model.named_buffers()) for name, tensor in part}
+    dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
+    convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
+    channels = next((conv.in_channels for conv in convolutions), 3)
+    image = torch.zeros(1, channels, *size, device="meta", dtype=dtype)
+    functional_call(model, {name: tensor.to("meta") for name, tensor in state.items()}, (image,))
+
+
+@functools.cache
+def _source(kind: Any) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
