@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tokamix.embed import embed
     from tokamix.evaluate import evaluate
     from tokamix.evaluate.robustness import evaluate_robustness
+    from tokamix.explain import explain
     from tokamix.export import export
     from tokamix.inference import InferenceConfig
     from tokamix.mixers import create_mixer
@@ -44,6 +45,7 @@ __all__ = [
     "embed",
     "evaluate",
     "evaluate_robustness",
+    "explain",
     "export",
     "insert_context_broadcast",
     "list_models",
@@ -68,6 +70,7 @@ __getattr__, __dir__ = attach(
         "embed": ("embed",),
         "evaluate": ("evaluate",),
         "evaluate.robustness": ("evaluate_robustness",),
+        "explain": ("explain",),
         "export": ("export",),
         "inference": ("InferenceConfig",),
         "mixers": ("create_mixer",),

@@ -13,6 +13,7 @@ from tokamix.cli.compare import compare
 from tokamix.cli.demo import demo
 from tokamix.cli.embed import embed
 from tokamix.cli.eval import eval_
+from tokamix.cli.explain import explain
 from tokamix.cli.export import export
 from tokamix.cli.info import info
 from tokamix.cli.models import models
@@ -51,6 +52,7 @@ for name, command in (
     ("probe", probe),
     ("export", export),
     ("transfer", transfer),
+    ("explain", explain),
     ("models", models),
     ("recipes", recipes),
     ("compare", compare),
