@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tokamix.cost import count_exp, count_macs
     from tokamix.data import create_dataset
     from tokamix.dense import create_detector, create_segmenter
+    from tokamix.embed import embed
     from tokamix.evaluate import evaluate
     from tokamix.evaluate.robustness import evaluate_robustness
     from tokamix.explain import explain
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from tokamix.mixers import create_mixer
     from tokamix.models import create_body, create_model, list_models
     from tokamix.predict import predict
+    from tokamix.probe import probe
     from tokamix.recipes import list_recipes, load_recipe
     from tokamix.swap import insert_context_broadcast, remove_context_broadcast, swap_mixer
     from tokamix.train import train
@@ -42,6 +44,7 @@ __all__ = [
     "create_mixer",
     "create_model",
     "create_segmenter",
+    "embed",
     "evaluate",
     "evaluate_robustness",
     "explain",
@@ -52,6 +55,7 @@ __all__ = [
     "load_checkpoint",
     "load_recipe",
     "predict",
+    "probe",
     "remove_context_broadcast",
     "swap_mixer",
     "train",
@@ -66,6 +70,7 @@ __getattr__, __dir__ = attach(
         "cost": ("count_exp", "count_macs"),
         "data": ("create_dataset",),
         "dense": ("create_detector", "create_segmenter"),
+        "embed": ("embed",),
         "evaluate": ("evaluate",),
         "evaluate.robustness": ("evaluate_robustness",),
         "explain": ("explain",),
@@ -74,6 +79,7 @@ __getattr__, __dir__ = attach(
         "mixers": ("create_mixer",),
         "models": ("create_body", "create_model", "list_models"),
         "predict": ("predict",),
+        "probe": ("probe",),
         "recipes": ("list_recipes", "load_recipe"),
         "swap": ("insert_context_broadcast", "remove_context_broadcast", "swap_mixer"),
         "train": ("train",),
