@@ -3,6 +3,7 @@
     python -m benchmarks.convert run --cifar100 a.npz,b.npz,test.npz --imagenette train.npz,val.npz --deadline 540
     python -m benchmarks.convert speed
     python -m benchmarks.convert table
+    python -m benchmarks.convert small --cifar100 a.npz,b.npz,test.npz
 
 `run` trains softmax originals (recipes cifar100_fast and imagenette) with 3 seeds, then converts each to SimA, super
 tokens and weight mixing in a quarter of their epochs:
@@ -16,7 +17,8 @@ tokens and weight mixing in a quarter of their epochs:
 The same command resumes: finished runs are rows, stopped ones continue from their folders. `--only 'cifar100 sima *'`
 selects runs. Estimate for one H200 with 4 runs at a time: 10 minutes for the 6 originals, then about 40 s for each of
 72 runs; for the bar alone (CIFAR-100, SimA, all arms): 5 minutes for the originals and 8 for the 12 runs.
-`speed` times originals and conversions with the GPU to themselves: about 2 minutes.
+`speed` times originals and conversions with the GPU to themselves: about 2 minutes. `small` is a check for a CPU: 5,000
+images of 20 classes, a column of three blocks, 30 epochs, converted to SimA in 7; half an hour on a core.
 """
 
 import argparse
@@ -201,6 +203,44 @@ def speed(args: argparse.Namespace) -> None:
             print(f"{data} {to}: {[(row.size, row.milliseconds or row.problem) for row in rows]}, {even}", flush=True)
 
 
+def small(args: argparse.Namespace) -> None:
+    """Train and convert a small column on a part of CIFAR-100, and print the accuracies."""
+    import torch
+
+    import tokamix
+    from tokamix.data import ArrayDataset, DatasetSplits
+    from tokamix.recipes import create_recipe
+    from tokamix.study.data import load_splits
+
+    whole = load_splits(decode_once(args.cifar100, "classify", args.runs / "data"))
+    classes = tuple(map(str, range(20)))
+
+    def part(dataset: Any, count: int) -> Any:
+        images, labels = dataset.arrays()
+        chosen = [torch.nonzero(labels == 5 * i).flatten()[:count] for i in range(20)]  # every fifth class
+        index = torch.cat(chosen).sort().values
+        return ArrayDataset(images[index], labels[index] // 5, classes)
+
+    data = DatasetSplits("cifar100_20", part(whole.train, 250), part(whole.val, 100), classes)
+    body = {"weight_init": "fan_in", "scale_residual": True, "patch_size": 4, "dim": 64, "depth": 3, "num_heads": 2}
+    recipe = create_recipe(
+        {"name": "small_column", "model": "columnar_tiny_softmax", "image_size": 32, "crop_pct": 1.0, "epochs": 30}
+        | {"model_kwargs": {**body, "mlp_ratio": 2, "mixer_kwargs": {"qk_norm": True}}, "eval_every": 3}
+        | {"crop_scale": None, "crop_padding": 4, "batch_size": 128, "optimizer": "nmuon", "lr": 0.005, "min_lr": 0.0}
+        | {"optimizer_kwargs": {"fallback_lr_scale": 0.4}, "momentum": 0.95, "weight_decay": 0.1, "schedule": "linear"}
+        | {"warmup_epochs": 2, "clip_grad": 1.0, "drop_path": 0.05, "ema_half_life": 60, "select": "last"}
+    )
+    original = args.runs / "small_original"
+    if not (original / "model.safetensors").exists():
+        tokamix.train(None, data, recipe, original, quiet=True)
+    plain = {"teacher": "none", "transfer_epochs": 0}
+    for to, arm in (("sima", "full"), ("sima", "naive"), ("super_token", "full"), ("weight_mixing", "full")):
+        changes = {**plain, "calibration_images": 0} if arm == "naive" else {}
+        folder = args.runs / f"small_{to}_{arm}"
+        result = tokamix.convert(original, data, to, folder, epochs=7, sizes=(), quiet=True, **changes)
+        print(to, arm, {phase: round(top1, 2) for phase, top1 in result.accuracy.items()}, flush=True)
+
+
 def table(args: argparse.Namespace) -> None:
     """Print the rows as Markdown: mean top-1 of each arm, and its difference to the originals of the same seeds."""
     rows = read_rows(args.output)
@@ -222,7 +262,7 @@ def table(args: argparse.Namespace) -> None:
 def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["run", "speed", "table", "worker"])
+    parser.add_argument("command", choices=["run", "speed", "table", "small", "worker"])
     if sys.argv[1:2] == ["worker"]:
         _, _, job, source, runs, epochs = sys.argv
         parsed = Job(*json.loads(job))
@@ -241,7 +281,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[224, 512, 1024, 2048])
     args = parser.parse_args()
     args.runs.mkdir(parents=True, exist_ok=True)
-    {"run": run, "speed": speed, "table": table}[args.command](args)
+    {"run": run, "speed": speed, "table": table, "small": small}[args.command](args)
 
 
 if __name__ == "__main__":
