@@ -25,6 +25,8 @@ GELUS = (nn.GELU, GELU, GELUTanh, QuickGELU)
 SILUS = (nn.SiLU, Swish)
 # their parameters do not depend on widths or grids, and they accept any number of keys: no shapes need be known
 SHAPELESS = ("sima", "softmax", "efficient", "nystrom")
+# modules that compute a position bias outside of the attention
+SHARED_POSITION = ("shared_rel_pos", "rel_pos_bias", "relative_position_bias", "shared_position_bias")
 WHERE = ("global", "every_other")
 Hosts = dict[str, tuple[Any, Adapter]]
 
@@ -244,7 +246,7 @@ def _create(
     site = Site(width or number, number, grid or (14, 14), stage, index)
     product = create_product(to, site, **options, **dd)
     if product is None:
-        return _create_whole(to, adapter, shapes, site, options, dd)
+        return _create_whole(to, host, adapter, shapes, site, options, dd)
     if product.on_grid and not adapter.ordered:
         raise Impossible(f"its tokens are not in the order of a grid, which {to} needs")
     if product.square and shapes is not None and not shapes.q == shapes.k == shapes.v:
@@ -255,13 +257,15 @@ def _create(
 
 
 def _create_whole(
-    to: str, adapter: Adapter, shapes: Shapes | None, site: Site, options: dict[str, Any], dd: dict[str, Any]
+    to: str, host: Any, adapter: Adapter, shapes: Shapes | None, site: Site, options: dict[str, Any], dd: dict[str, Any]
 ) -> nn.Module:
     """A mixer with its own projections in place of the whole attention."""
     if adapter.layout == "other" or not adapter.ordered or adapter.class_attention:
         raise Impossible(f"it does not map tokens of a grid to themselves, which {to} needs")
     if shapes is None or shapes.input is None:
         raise Impossible(f"its input is unknown, because the model takes no single image; {to} needs its width")
+    if isinstance(host, nn.MultiheadAttention) and (shapes.q != shapes.k or not host.batch_first):
+        raise Impossible(f"{to} needs self-attention of tokens with the batch first")
     if shapes.output is not None and shapes.output != shapes.input:
         raise Impossible(f"it changes tokens from {tuple(shapes.input)} to {tuple(shapes.output)}, which {to} cannot")
     dim = shapes.input[1] if adapter.layout == "nchw" and len(shapes.input) == 4 else shapes.input[-1]
@@ -296,15 +300,17 @@ def _nominal_grid(adapter: Adapter, shapes: Shapes | None) -> tuple[int, int] | 
 def _prefix(model: nn.Module, name: str, adapter: Adapter) -> int:
     """The number of prefix tokens of an attention: the adapter's, or that of the nearest module that has one."""
     if adapter.prefix is not None:
-        return adapter.prefix(name) if callable(adapter.prefix) else adapter.prefix
+        return adapter.prefix(name, model.get_submodule(name)) if callable(adapter.prefix) else adapter.prefix
     if adapter.window or adapter.layout in ("nchw", "nhwc"):
         return 0
     parts = name.split(".")
     for end in range(len(parts), -1, -1):
         owner: Any = model.get_submodule(".".join(parts[:end]))
-        for key in ("num_prefix_tokens", "num_tokens", "nb_tokens"):
-            if isinstance(count := getattr(owner, key, None), int):
-                return count
+        if isinstance(count := getattr(owner, "num_prefix_tokens", None), int):
+            return count
+        for key in ("cls_token", "class_token"):
+            if isinstance(token := getattr(owner, key, None), nn.Parameter):
+                return token.shape[-2]
     return 0
 
 
@@ -320,7 +326,7 @@ def _drop_shared_position(model: nn.Module, to: str) -> None:
     """Drop position biases that a model computes once for all blocks."""
     if to != "softmax":
         for module in model.modules():
-            for name in ("shared_rel_pos", "rel_pos_bias"):
+            for name in SHARED_POSITION:
                 if module._modules.get(name) is not None:
                     setattr(module, name, None)
 
