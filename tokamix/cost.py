@@ -93,9 +93,7 @@ def _trace(model: nn.Module, img_size: int | tuple[int, int], make_mode: Callabl
     state = {name: tensor for part in (model.named_parameters(), model.named_buffers()) for name, tensor in part}
     floats = [tensor for tensor in state.values() if tensor.is_floating_point()]
     own = floats[0] if floats else torch.empty(0)
-    convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
-    channels = next((conv.in_channels for conv in convolutions), 3)
-    image = torch.zeros(1, channels, *to_2tuple(img_size), device="meta", dtype=own.dtype)
+    image = torch.zeros(1, image_channels(model), *to_2tuple(img_size), device="meta", dtype=own.dtype)
     with plain_inference(model):
         try:
             with make_mode() as mode:
@@ -109,6 +107,13 @@ def _trace(model: nn.Module, img_size: int | tuple[int, int], make_mode: Callabl
             with make_mode() as mode:
                 model(torch.zeros_like(image, device=own.device))
     return mode
+
+
+def image_channels(model: nn.Module) -> int:
+    """The channels of a model's images: those of its first convolution, unless a fixed transform precedes it."""
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    first = next((module.in_channels for module in model.modules() if isinstance(module, nn.Conv2d)), 3)
+    return first if first <= 16 else cfg.get("input_size", (first,))[0]
 
 
 @contextmanager
