@@ -98,12 +98,10 @@ def test_shards_of_tar_files_and_packs(classifier_run: Path, tmp_path: Path) -> 
     assert val.sizes == [2]
 
 
-def test_splits_with_the_same_names(classifier_run: Path, tmp_path: Path) -> None:
+def test_splits_with_the_same_names() -> None:
     """Arrays call their images by number in each split; the sheet shows the right ones."""
-    index = embed(classifier_run, "digits", tmp_path / "digits", device="cpu", split="all")
     splits = create_dataset("digits")
-    assert index.path(0) == "train/image 0"
-    assert index.path(len(splits.train)) == "val/image 0"
+    assert [prefix for prefix, _ in embed_run.open_splits("digits", "all")] == ["train/", "val/"]
     found = neighbours._read_images("digits", "all", ["train/image 3", "val/image 3"])
     for part, dataset in (("train", splits.train), ("val", splits.val)):
         assert np.array_equal(np.asarray(found[f"{part}/image 3"]), dataset.images[3, 0].numpy())
