@@ -12,6 +12,7 @@ from tokamix._register import register_with_timm
 if TYPE_CHECKING:
     from tokamix.checkpoint import load_checkpoint
     from tokamix.compare import compare
+    from tokamix.convert import convert
     from tokamix.cost import count_exp, count_macs
     from tokamix.data import create_dataset
     from tokamix.dense import create_detector, create_segmenter
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "InferenceConfig",
     "compare",
+    "convert",
     "count_exp",
     "count_macs",
     "create_body",
@@ -64,6 +66,7 @@ __getattr__, __dir__ = attach(
     {
         "checkpoint": ("load_checkpoint",),
         "compare": ("compare",),
+        "convert": ("convert",),
         "cost": ("count_exp", "count_macs"),
         "data": ("create_dataset",),
         "dense": ("create_detector", "create_segmenter"),
