@@ -165,9 +165,10 @@ def check_tokamix(words: list[str]) -> None:
         assert timm.is_model(model), words
 
 
-def test_models_page_is_current() -> None:
+@pytest.mark.parametrize("page", ["models", "weights"])
+def test_generated_tables_are_current(page: str) -> None:
     result = subprocess.run(
-        [sys.executable, "docs/_scripts/models.py", "--check"],
+        [sys.executable, f"docs/_scripts/{page}.py", "--check"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tokamix.recipes import list_recipes, load_recipe
     from tokamix.swap import insert_context_broadcast, remove_context_broadcast, swap_mixer
     from tokamix.train import train
+    from tokamix.transfer import transfer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "remove_context_broadcast",
     "swap_mixer",
     "train",
+    "transfer",
 ]
 __getattr__, __dir__ = attach(
     __name__,
@@ -66,6 +68,7 @@ __getattr__, __dir__ = attach(
         "recipes": ("list_recipes", "load_recipe"),
         "swap": ("insert_context_broadcast", "remove_context_broadcast", "swap_mixer"),
         "train": ("train",),
+        "transfer": ("transfer",),
     },
 )
 register_with_timm()

@@ -143,6 +143,18 @@ def test_classify_command(classifier_run: Path, folder: Path, tmp_path: Path) ->
     assert "the predictions of a classifier are written to a .csv or .jsonl file, not to" in wrong
 
 
+def test_images_alone_go_to_the_network_of_the_package(tmp_path: Path) -> None:
+    Image.new("RGB", (40, 30), "green").save(tmp_path / "a.png")
+    for images in (tmp_path / "a.png", tmp_path):
+        out = call("predict", images, "--top-k", 10, "-o", tmp_path / "out.csv", *CPU)
+        assert "No model given: pyramid_nano_sima.imagenette, whose classes are tench, English springer" in out
+        table = (tmp_path / "out.csv").read_text()
+        assert "score10" in table
+        assert "golf ball" in table
+    wrong = call("predict", "pyramid_nano_sima", *CPU, code=1)
+    assert "pyramid_nano_sima is no image; name images after the model" in wrong
+
+
 def test_segment_command(segmenter_run: Path, folder: Path, tmp_path: Path) -> None:
     """A palette image whose values are classes, and an overlay with a legend, at the size of the image."""
     out = call("predict", segmenter_run, folder, "-o", tmp_path / "out", *CPU)

@@ -18,6 +18,7 @@ from tokamix.cli.predict import predict
 from tokamix.cli.recipes import recipes
 from tokamix.cli.study import study
 from tokamix.cli.train import train
+from tokamix.cli.transfer import transfer
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
@@ -41,6 +42,7 @@ for name, command in (
     ("train", train),
     ("eval", eval_),
     ("predict", predict),
+    ("transfer", transfer),
     ("models", models),
     ("recipes", recipes),
     ("compare", compare),

@@ -18,10 +18,15 @@ ROWS = 40  # predictions of a classifier that are printed
 
 
 def predict(
-    source: Annotated[
-        str, typer.Argument(help="a run's folder, a checkpoint file, a pretrained timm model, or hf-hub:user/name")
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] IMAGES...",
+            help="MODEL: a run's folder, a checkpoint file, a pretrained timm model, or hf-hub:user/name; without it, a"
+            " small network for ten classes that comes with tokamix. IMAGES: files, folders, glob patterns, or - for"
+            " paths on stdin",
+        ),
     ],
-    images: Annotated[list[str], typer.Argument(help="image files, folders, glob patterns, or - for paths on stdin")],
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="classifier: a .csv or .jsonl file; others: a folder [predictions]"),
@@ -45,6 +50,7 @@ def predict(
         from tokamix.predict import predict as run
         from tokamix.predict.files import find_images
 
+        source, images = _split(arguments)
         files = find_images(images)
         predictor = load_predictor(
             source, device, model=model, score_threshold=score_threshold, top_k=top_k, batch_size=batch_size
@@ -73,6 +79,24 @@ def predict(
                 errors.print(f"[bold red]error:[/] {escape(prediction.error)}", highlight=False, soft_wrap=True)
         if len(readable) < len(predictions):
             raise typer.Exit(1)
+
+
+def _split(arguments: list[str]) -> tuple[str, list[str]]:
+    """The model and the images; images alone are for the network that comes with the package."""
+    from tokamix.data.decode import EXTENSIONS
+    from tokamix.models.shipped import DEFAULT, shipped_weights
+
+    first = Path(arguments[0])
+    folder_of_images = first.is_dir() and not (first / "config.json").exists() and len(arguments) == 1
+    if first.suffix.lower() in EXTENSIONS or arguments[0] == "-" or folder_of_images:
+        classes = ", ".join(shipped_weights()[DEFAULT]["data"]["classes"])
+        Console(stderr=True).print(
+            f"No model given: {DEFAULT}, whose classes are {classes}.", style="dim", highlight=False
+        )
+        return DEFAULT, arguments
+    if len(arguments) == 1:
+        raise ValueError(f"{arguments[0]} is no image; name images after the model: tokamix predict MODEL IMAGES")
+    return arguments[0], arguments[1:]
 
 
 def _print(text: str) -> None:

@@ -116,7 +116,8 @@ def evaluate(
     if precision is None and chosen == "fp16" and where.type == "cpu":
         chosen = "fp32"
         notes.append("the run was evaluated in fp16, which needs a GPU: evaluated in fp32")
-    parts = {"val": [splits.val], "train": [splits.train], "all": [splits.train, splits.val]}[split]
+    both = [part for part in (splits.train, splits.val) if len(part)]  # a validation set may come alone
+    parts = {"val": [splits.val], "train": [splits.train], "all": both}[split]
     rank, world_size = rank_and_world_size()
     loading: dict[str, Any] = {"rank": rank, "world_size": world_size, "device": where, "workers": workers}
     create: Any = create_image_loader if config.task == "classify" else create_annotated_loader

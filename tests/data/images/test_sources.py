@@ -197,8 +197,10 @@ def test_errors_of_packs(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.npz is"):
         create_dataset(str(path))
     write_pack(tmp_path / "only_val.npz", good, [0, 1, 0, 1])
-    with pytest.raises(DataError, match="has only validation packs"):
-        create_dataset(str(tmp_path / "only_val.npz"))
+    only_val = create_dataset(str(tmp_path / "only_val.npz"))
+    assert (len(only_val.train), len(only_val.val)) == (0, 4)
+    with pytest.raises(DataError, match="the training split is empty"):
+        create_train_loader(only_val.train, recipe(), batch_size=2)
     other = write_pack(tmp_path / "c.npz", good, [0, 1, 0, 1], ("x", "y"))
     with pytest.raises(DataError, match="have different classes"):
         create_dataset(f"{tmp_path / 'b.npz'},{other}")

@@ -84,11 +84,15 @@ class PackDataset(ImageDataset):
 
 
 def open_packs(source: str) -> tuple[PackDataset, PackDataset]:
-    """Open packs, separated by commas; names that end in _val or _test are for validation, else a fifth is held out."""
+    """Open packs, separated by commas; names that end in _val or _test are for validation, else a fifth is held out.
+
+    Validation packs alone have no training images: enough for evaluation.
+    """
     paths = [Path(part.strip()).expanduser() for part in source.split(",")]
     is_val = [path.stem.lower().rpartition("_")[2] in VAL_NAMES for path in paths]
     if all(is_val):
-        raise DataError(f"{source} has only validation packs; add a training pack, separated by a comma")
+        val = _join([_read_pack(path) for path in paths])
+        return val.subset([]), val
     train = _join([_read_pack(path) for path, val in zip(paths, is_val, strict=True) if not val])
     if any(is_val):
         return train, _join([_read_pack(path) for path, val in zip(paths, is_val, strict=True) if val])
