@@ -18,13 +18,13 @@ from timm.models import (
     generate_default_cfgs,
     get_pretrained_cfg,
     model_entrypoint,
-    register_model,
 )
 from torch import nn
 
 from tokamix._construction import forget_record
 from tokamix.layers import PatchConv
 from tokamix.models import cvt, localvit, pvt  # noqa: F401  (registers the hosts that timm lacks)
+from tokamix.models._backbone import register_model
 from tokamix.swap import insert_context_broadcast, swap_mixer
 
 SIMA = {
