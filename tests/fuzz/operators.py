@@ -8,12 +8,14 @@ inputs pass if they give an error of ours, with a sentence, or the same result a
 """
 
 import argparse
+import json
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from tokamix import ops
 
 PACKAGE = str(Path(tokamix.__file__).parent)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CHUNK = 100  # cases of one process
 INTERPRETED = 20  # every 20th case, on a CPU
 SIDES = (1, 2, 3, 5, 7, 8, 9, 14, 16, 17)
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 48)
@@ -392,6 +395,30 @@ def run_case(seed: int, number: int) -> str:
     return f"{case.operator}, {str(dtype).removeprefix('torch.')}"
 
 
+def run_forked(seed: int, numbers: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """Run cases in a process of its own, so that a crash of one is found; yields results that begin with "ok "."""
+    while numbers:
+        with tempfile.TemporaryFile("w+") as report:
+            child = os.fork() if DEVICE == "cpu" else 0  # CUDA does not survive a fork
+            if child == 0:
+                for number in numbers:
+                    try:
+                        text = "ok " + run_case(seed, number)
+                    except Exception as error:  # all of them are reported
+                        text = str(error) if isinstance(error, Wrong) else traceback.format_exc()
+                    report.write(json.dumps(text) + "\n")
+                    report.flush()
+                if DEVICE == "cpu":
+                    os._exit(0)
+            status = os.waitpid(child, 0)[1] if child else 0
+            report.seek(0)
+            results = [json.loads(line) for line in report]
+        if status:
+            results.append(f"the process was ended by signal {os.WTERMSIG(status)}")
+        yield from zip(numbers, results, strict=False)
+        numbers = numbers[len(results) :]
+
+
 def main() -> int:
     """Run the cases; returns the number of wrong ones."""
     parser = argparse.ArgumentParser()
@@ -404,13 +431,15 @@ def main() -> int:
     tally: Counter[str] = Counter()
     wrong, begun = 0, time.monotonic()
     print(f"seed {options.seed}, {len(numbers):,} cases on {DEVICE}", flush=True)
-    for number in numbers:
-        try:
-            tally[run_case(options.seed, number)] += 1
-        except Exception as error:  # all of them are reported
-            wrong += 1
-            text = str(error) if isinstance(error, Wrong) else traceback.format_exc()
-            print(f"WRONG case {number} (--seed {options.seed} --only {number}): {text}", flush=True)
+    for start in range(0, len(numbers), CHUNK):
+        if start and start % 1000 == 0:
+            print(f"{start:,} cases, {time.monotonic() - begun:.0f} s", flush=True)
+        for number, result in run_forked(options.seed, numbers[start : start + CHUNK]):
+            if result.startswith("ok "):
+                tally[result.removeprefix("ok ")] += 1
+            else:
+                wrong += 1
+                print(f"WRONG case {number} (--seed {options.seed} --only {number}): {result}", flush=True)
     print("\n| operators | cases |\n|---|---|")
     for name, count in sorted(tally.items()):
         print(f"| {name} | {count} |")

@@ -67,5 +67,7 @@ def test_roi_align_checks_shapes_and_indices() -> None:
         ValueError, match=r"needs boxes \(N, 4\), image_index \(N,\) and level \(N,\), got \(1, 4\), \(2"
     ):
         ops.multiscale_roi_align([REAL], boxes, first.expand(2), first, 2, [4])
+    with pytest.raises(ValueError, match=r"feature maps must not be empty, got \(1, 2, 0, 4\)"):  # crashed
+        ops.multiscale_roi_align([REAL[:, :, :0]], boxes, first, first, 2, [4])
     with pytest.raises(ValueError, match=r"the same B, C and dtype, got \(1, 2, 2, 4\) .*, \(1, 1, 2, 4\)"):
         ops.multiscale_roi_align([REAL, REAL[:, :1]], boxes, first, first, 2, [4, 8])

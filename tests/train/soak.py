@@ -36,7 +36,7 @@ DETECT = f"{COMMON} --data shapes:32 --recipe shapes_detect --set iterations=30 
 DETECT += " --set warmup_iterations=5 --set method_kwargs.width=16"
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1"
 PATIENCE = 240.0  # seconds until a job counts as hung; a start takes a tenth of that on two busy cores
-FREE = 64  # MB of the disk that is filled
+FREE = 512  # MB of the disk that is filled
 
 Processes = list[psutil.Process]
 
@@ -119,9 +119,11 @@ def signal_group(job: Job, number: int) -> bool:
 def fill_disk(job: Job) -> bool:
     """Fill the disk of the run until the job has ended."""
     ballast = job.folder.parent / "ballast"
-    with suppress(OSError), ballast.open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
+    with ballast.open("wb", buffering=0) as file:
+        for size in (2**20, 2**12):
+            with suppress(OSError):
+                while True:
+                    file.write(bytes(size))
     job.wait(60)
     ballast.unlink()
     return True
@@ -155,7 +157,9 @@ def steps(folder: Path) -> int:
 
 def check_saved(folder: Path) -> None:
     """After a signal that the run handles, the state of its last step is saved."""
-    header = read_header(folder / "state" / "state.safetensors")
+    state = folder / "state" / "state.safetensors"
+    assert state.is_file(), "no state was saved"
+    header = read_header(state)
     saved, last = header["epoch"] * header["steps"] + header["step"], steps(folder)
     assert saved == last, f"the state of step {saved} was saved, not of step {last}"
 
@@ -272,7 +276,7 @@ def main() -> int:
             folder, seconds = disk / f"run {number}", wholes[name][1]
             happened: list[str] = []
             try:
-                for event in soak(jobs[name], folder, seconds / 2, draw):
+                for event in soak(jobs[name], folder, min(seconds / 2, 6), draw):
                     happened.append(event)
                 compare(wholes[name][0], folder)
                 ends[name]["same bits"] += 1
