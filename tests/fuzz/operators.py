@@ -1,7 +1,7 @@
 """Random shapes, dtypes, strides and values for all operators, against a float64 reference.
 
 `python -m tests.fuzz.operators --count 10000 --seed 0`; `--only 123` repeats one case. On a GPU every case runs the
-kernels. On a CPU every 40th case does, in Triton's interpreter, because that is slow; the others run plain PyTorch.
+kernels. On a CPU every 100th case does, in Triton's interpreter, because that is slow; the others run plain PyTorch.
 
 A result passes if it differs from float64 by no more than a change of the inputs' last bits can explain. Impossible
 inputs pass if they give an error of ours, with a sentence, or the same result as in float64.
@@ -34,7 +34,7 @@ from tokamix import ops
 PACKAGE = str(Path(tokamix.__file__).parent)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CHUNK = 100  # cases of one process
-INTERPRETED = 40  # every 40th case, on a CPU
+INTERPRETED = 100  # every 100th case, on a CPU
 SIDES = (1, 2, 3, 5, 7, 8, 9, 14, 16, 17)
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 48)
 
@@ -132,13 +132,15 @@ def sima(draw: Draw) -> Case:
     options = {"norm": norm, "eps": eps}
     batch, heads, dim = draw.pick((1, 2, 3)), draw.pick((1, 2, 3)), draw.pick(WIDTHS)
     queries, keys = draw.pick((1, 2, 7, 16, 33, 70)), draw.pick((1, 2, 7, 16, 33, 70))
+    many = min(queries, keys) > 1  # a single token becomes its sign: all terms of its gradient cancel
     if draw.chance(0.4):
-        return Case("sima_self_attention", ops.sima_self_attention, [draw.values(batch, keys, 3, heads, dim)], options)
+        tensors = [draw.values(batch, keys, 3, heads, dim)]
+        return Case("sima_self_attention", ops.sima_self_attention, tensors, options, differentiable=many)
     if draw.chance(0.2):
         tensors = [draw.values(batch, heads, keys, dim) for _ in range(3)]
-        return Case("sima_class_attention", ops.sima_class_attention, tensors, options, backends=False)
-    shapes = [(batch, heads, n, dim) for n in (queries, keys, keys)]
-    return Case("sima_attention", ops.sima_attention, [draw.values(*shape) for shape in shapes], options)
+        return Case("sima_class_attention", ops.sima_class_attention, tensors, options, (), False, many)
+    tensors = [draw.values(batch, heads, n, dim) for n in (queries, keys, keys)]
+    return Case("sima_attention", ops.sima_attention, tensors, options, differentiable=many)
 
 
 def active(draw: Draw) -> Case:
@@ -298,8 +300,6 @@ def check_values(case: Case, draw: Draw, dtype: torch.dtype, kernels: bool) -> N
         else:  # terms of a gradient too, as where the output does not depend on the length of an input
             bound += 8 * eps * expected[0].norm() * expected[0].numel() ** 0.5 / exact[i - 1].norm().clamp_min(1e-30)
         error = (a.double() - e).square().mean().sqrt()
-        if i and dtype == torch.float16 and error == float("inf"):
-            continue  # a gradient inside exceeds the range of float16, which a GradScaler sees
         if not error <= bound:
             raise Wrong(f"{what}: differs by {error:.2e} of {scale:.2e}, allowed {bound:.2e}")
 

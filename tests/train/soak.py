@@ -182,11 +182,12 @@ def soak(command: list[str], folder: Path, seconds: float, draw: random.Random) 
                         break
                     if not EVENTS[event](job, draw):
                         continue
-                    left, disturbed = left - 1, True
                     yield event
                     code = job.wait(PATIENCE if "SIG" in event else 3)
-                    if "SIG" in event and begun and code:
+                    # after an elastic restart, the signal may come before the first step
+                    if "SIG" in event and begun and code and not disturbed:
                         check_saved(folder)
+                    left, disturbed = left - 1, True
                 code = job.wait(PATIENCE) if code is None else code
                 assert code is not None, f"still running after {PATIENCE:.0f} s"
                 assert code == 0 or disturbed, f"ended with exit code {code}"
