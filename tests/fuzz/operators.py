@@ -428,11 +428,12 @@ def main() -> int:
     """Run the cases; returns the number of wrong ones."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--start", type=int, default=0, help="the number of the first case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="the number of one case")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    numbers = range(options.count) if options.only is None else [options.only]
+    numbers = range(options.start, options.start + options.count) if options.only is None else [options.only]
     tally: Counter[str] = Counter()
     wrong, begun = 0, time.monotonic()
     print(f"seed {options.seed}, {len(numbers):,} cases on {DEVICE}", flush=True)
