@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 SEED ?= 0
 SECONDS ?= 1200
 
-.PHONY: demo test fuzz soak check docs format clean
+.PHONY: demo test test-export fuzz soak check docs format clean
 
 demo: $(READY)
 	$(BIN)/tokamix demo
@@ -14,6 +14,9 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 $(wildcard tests/ops/*_kernels.py)  # kernels, on the CPU
+
+test-export: $(READY)  # every family and task to every runtime; minutes, not part of `make test`
+	$(BIN)/python -m pytest -n 2 tests/export/matrix.py
 
 fuzz: $(READY)  # random inputs of operators and damaged files; not part of `make test`
 	$(BIN)/python -m tests.fuzz.operators --count 10000 --seed $(SEED)

@@ -37,8 +37,9 @@ ORDER = (
         "cost",
         "swap",
     ),
-    *("models", "checkpoint", "inference", "recipes", "data", "dense", "predict", "embed", "evaluate"),
-    *("train", "transfer", "explain", "bench", "study", "compare", "demo", "cli", "__main__"),
+    *("models", "checkpoint", "runtimes", "inference", "recipes", "data", "dense", "predict", "embed", "evaluate"),
+    *("train", "transfer", "probe", "explain", "export", "bench", "study", "compare", "convert"),
+    *("demo", "cli", "__main__"),
 )
 # `load_model` imports the dense models inside the function: only users of segmenters and detectors load them
 DEFERRED = {"inference.py imports tokamix.dense.saved"}
@@ -46,7 +47,8 @@ PUBLIC = {
     *("create_model", "list_models", "create_body", "create_mixer", "create_segmenter", "create_detector"),
     *("train", "evaluate", "predict", "load_recipe", "list_recipes", "create_dataset", "swap_mixer"),
     *("insert_context_broadcast", "remove_context_broadcast", "load_checkpoint", "count_macs", "count_exp"),
-    *("InferenceConfig", "compare", "evaluate_robustness", "transfer"),
+    *("InferenceConfig", "compare", "evaluate_robustness", "explain", "export", "transfer", "embed", "probe"),
+    "convert",
 }
 
 
@@ -157,7 +159,7 @@ def test_imports_in_any_order() -> None:
                 if order == "tokamix.layers":
                     from tokamix.train import train  # would bind the package to tokamix.train
                     assert tokamix.train is train and tokamix.evaluate.__name__ == "evaluate"
-                    assert tokamix.explain.__name__ == "tokamix.explain" and tokamix.ops.__name__ == "tokamix.ops"
+                    assert tokamix.bench.__name__ == "tokamix.bench" and tokamix.ops.__name__ == "tokamix.ops"
                 sys.stdout.flush()
                 os._exit(0)
             assert os.wait()[1] == 0, order

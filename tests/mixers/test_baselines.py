@@ -14,6 +14,7 @@ from tokamix.mixers.linformer import resize_projection
 from tokamix.mixers.nystrom import nystrom_attention, pseudo_inverse
 from tokamix.mixers.performer import orthogonal_directions, performer_attention
 from tokamix.mixers.soft import newton_inverse, soft_attention
+from tokamix.mixers.softmax import attend_in_windows
 from tokamix.mixers.xca import cross_covariance_attention
 from tokamix.ops import broadcast_context
 
@@ -348,3 +349,20 @@ def test_context_broadcast_errors() -> None:
     for kind in ("gate", "hybrid"):
         with pytest.raises(ValueError, match="multiplies by the class token, but class_token is False"):
             ContextBroadcast(4, kind, class_token=False)
+
+
+@pytest.mark.parametrize(("grid", "window", "shift"), [((4, 6), 2, 0), ((5, 7), 3, 0), ((5, 7), 3, 1), ((3, 3), 8, 2)])
+def test_windows(grid: tuple[int, int], window: int, shift: int) -> None:
+    """Attention among the tokens whose shifted rows and columns belong to one window, and no others."""
+    q, k, v = heads(3, grid)
+    token = torch.arange(grid[0] * grid[1])
+    place = torch.stack([(token // grid[1] + shift) // window, (token % grid[1] + shift) // window])
+    together = (place[:, :, None] == place[:, None]).all(0)
+    expected = nn.functional.scaled_dot_product_attention(q, k, v, together)
+    torch.testing.assert_close(attend_in_windows(q, k, v, grid, window, shift), expected)
+
+
+def test_every_second_block_shifts_its_windows() -> None:
+    shifts = [create_mixer("softmax", Site(8, 2, (6, 6), index=i), window=3).shift for i in range(3)]
+    assert shifts == [0, 1, 0]
+    assert create_mixer("softmax", Site(8, 2, (3, 3), index=1), window=3).shift == 0

@@ -86,11 +86,34 @@ def test_context_broadcasting_at_the_end_of_the_mlp(body: str, blocks: str) -> N
     torch.testing.assert_close(block_cb(x, (3, 4)), mixed + (branch + branch.mean(1, keepdim=True)) / 2)
 
 
+@pytest.mark.parametrize("position", ["mid", "front", "msa", "both"])
+def test_positions_of_context_broadcasting(position: str) -> None:
+    """Written out; the middle gives the same as the end, because the second layer is affine."""
+    sizes = {"depth": 1, "dim": 16, "num_heads": 2}
+    plain = create_body("columnar_tiny", "sima", **sizes).double().eval()
+    model = create_body("columnar_tiny", "sima", context_broadcast="cb", context_position=position, **sizes)
+    model.double().eval().load_state_dict(plain.state_dict())
+    block = plain.blocks[0]
+    x = torch.randn(2, 12, 16, dtype=torch.float64)
+
+    def cb(y: torch.Tensor) -> torch.Tensor:
+        return (y + y.mean(1, keepdim=True)) / 2
+
+    mixed = block.mixer(block.norm1(x), (3, 4))
+    mixed = x + (cb(mixed) if position in ("msa", "both") else mixed)
+    normed = block.norm2(mixed)
+    branch = block.mlp(cb(normed) if position == "front" else normed)
+    expected = mixed + (cb(branch) if position in ("mid", "both") else branch)
+    torch.testing.assert_close(model.blocks[0](x, (3, 4)), expected)
+
+
 def test_context_broadcasting_needs_a_class_token_for_its_gate() -> None:
     with pytest.raises(ValueError, match="'gate' multiplies by the class token, but class_token is False"):
         create_body("columnar_tiny", "sima", context_broadcast="gate", device="meta")
     with pytest.raises(ValueError, match="unknown kind 'x'"):
         create_body("columnar_tiny", "sima", context_broadcast="x", device="meta")
+    with pytest.raises(ValueError, match="unknown context_position 'start': choose one of end, mid"):
+        create_body("columnar_tiny", "sima", context_position="start", device="meta")
 
 
 def test_mixers_take_options() -> None:

@@ -26,7 +26,7 @@ from tokamix.recipes import (
 from tokamix.recipes.tables import fill, key_rows
 
 NAMES = [name for name in list_recipes() if load_recipe(name).task == "classify"]
-OURS = {"cifar100_fast", "cifar100_pyramid", "digits", "imagenette", "shapes", "small"}
+OURS = {"cifar100_fast", "cifar100_pyramid", "convert", "digits", "imagenette", "shapes", "small"}
 ROOT = Path(__file__).parent.parent.parent
 
 # what the papers state: epochs, batch, learning rate at that batch, weight decay, drop path, printed top-1

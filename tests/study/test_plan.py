@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.study.toy import row_of, toy_study, tuned, with_runs
+from tokamix.models import create_model
 from tokamix.study.page import render_page, render_study
 from tokamix.study.plan import FAILS, HOLDS, MISSING, OPEN, RUNNING, list_jobs, verdicts
 from tokamix.study.rows import gpu_minutes, write_row
@@ -179,6 +180,19 @@ def test_studies_of_the_library(name: str) -> None:
     least, most = study.minutes
     assert 0 < least <= most
     assert list_jobs(study, [])
+    for arm in study.arms.values():
+        if arm.settings.get("task", "classify") == "classify" and not arm.equal_time:
+            size = (
+                {} if arm.settings["model"].startswith(("resnet", "xcit")) else {"img_size": arm.settings["image_size"]}
+            )
+            create_model(arm.settings["model"], device="meta", **size, **arm.settings["model_kwargs"])
+
+
+def test_studies_share_their_baselines() -> None:
+    """Arms of the same settings are trained once for all studies."""
+    shared = {"fair_comparison": "column_softmax", "context_broadcasting": "softmax", "sima": "softmax"}
+    jobs = [list_jobs(load_study(name), [], only=arm)[0] for name, arm in shared.items()]
+    assert len({job.key for job in jobs}) == 1
 
 
 def test_page_of_the_repository_is_current() -> None:

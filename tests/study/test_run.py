@@ -1,6 +1,7 @@
 """Running a study: rows, resuming, failures, the deadline; the worker, the data, the command."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -106,12 +107,23 @@ def stripes(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_worker(tmp_path: Path, stripes: str) -> None:
     job = list_jobs(toy_study(), [])[0]
-    given = {"settings": job.settings, "seed": 0, "holdout": 20, "images": None, "source": stripes, "device": "cpu"}
+    given = {
+        "settings": job.settings,
+        "seed": 0,
+        "holdout": 20,
+        "images": None,
+        "source": stripes,
+        "probes": ["occlusion", "fgsm", "attention_entropy"],
+        "device": "cpu",
+    }
     row = train_job(given | {"folder": str(tmp_path / "run")})
     assert (row["status"], row["train_images"], row["epochs"]) == ("finished", 60, 1)
     assert row["score"] == json.loads(row["metrics"])["top1"] == json.loads(row["curve"])[-1][2]
     model = create_body("columnar_tiny", "softmax", num_classes=4, img_size=8, **job.settings["model_kwargs"])
     assert row["parameters"] == sum(p.numel() for p in model.parameters())
+    metrics = json.loads(row["metrics"])
+    assert {"top1", "occlusion_45", "fgsm_2"} < set(metrics)
+    assert 0 < metrics["attention_entropy"] <= math.log(4) + 1e-6  # of 2 x 2 tokens
     diverging = {**job.settings, "lr": 1e30, "min_lr": 0, "optimizer": "sgd", "epochs": 3, "eval_every": 3}
     row = train_job(given | {"settings": diverging, "folder": str(tmp_path / "diverging")})
     assert (row["status"], row["metrics"]) == ("diverged", "{}")

@@ -125,6 +125,12 @@ def test_errors_are_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sys.modules["tokamix.train"], "train", fill_memory)
     assert "error: out of memory; use smaller images" in call("train", "--data", "digits", *here, code=1)
 
+    def lose_worker(*args, **kwargs):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    monkeypatch.setattr(sys.modules["tokamix.train"], "train", lose_worker)
+    assert "error: a data worker died" in call("train", "--data", "digits", *here, code=1)
+
     def fail(*args, **kwargs):
         raise NotFiniteError("the loss is not finite at step 3")
 

@@ -22,9 +22,9 @@ def predict(
         list[str],
         typer.Argument(
             metavar="[MODEL] IMAGES...",
-            help="MODEL: a run's folder, a checkpoint file, a pretrained timm model, or hf-hub:user/name; without it, a"
-            " small network for ten classes that comes with tokamix. IMAGES: files, folders, glob patterns, or - for"
-            " paths on stdin",
+            help="MODEL: a run's folder, a checkpoint file, a pretrained timm model, hf-hub:user/name, or an exported"
+            " file; without it, a small network for ten classes that comes with tokamix. IMAGES: files, folders, glob"
+            " patterns, or - for paths on stdin",
         ),
     ],
     output: Annotated[

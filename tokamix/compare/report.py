@@ -12,6 +12,7 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from tokamix.compare.charts import Axis, Line, draw_chart, heat_map, png
+from tokamix.explain.page import PAGE_CSS
 
 TEMPLATE = Path(__file__).with_name("report.html")
 HEAT = ((8, 12, 28), (44, 30, 100), (140, 40, 120), (226, 88, 80), (252, 170, 74), (255, 246, 190))  # from 0 to 1
@@ -175,6 +176,7 @@ def render(report: Report) -> str:
         for css_class, result in zip(classes, report.results, strict=True)
     )
     values = {
+        "base": PAGE_CSS.read_text(encoding="utf-8"),
         "styles": _styles(classes),
         "title": escape(report.texts.title),
         "lead": escape(report.texts.lead),

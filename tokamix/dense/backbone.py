@@ -79,7 +79,7 @@ class DenseBackbone(nn.Module):
                 f" in_chans={images.shape[1]}"
             )
         if self.fixed_size is None:
-            right, bottom = (max(-side % self.divisor, self.strides[-1] - side) for side in (width, height))
+            right, bottom = (_padded(side, self.divisor, self.strides[-1]) - side for side in (width, height))
         else:
             bottom, right = self.fixed_size[0] - height, self.fixed_size[1] - width
             if min(bottom, right) < 0:
@@ -88,7 +88,9 @@ class DenseBackbone(nn.Module):
                     f" got {height}x{width}; create it with img_size=({height}, {width}) (model_kwargs.img_size in a"
                     " recipe), use smaller images, or choose another model"
                 )
-        return F.pad(images, (0, right, 0, bottom)) if right or bottom else images
+        # always with symbolic sizes: a branch would specialise an exported graph to sizes that need no padding
+        symbolic = isinstance(right, torch.SymInt) or isinstance(bottom, torch.SymInt)
+        return F.pad(images, (0, right, 0, bottom)) if symbolic or right or bottom else images
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """Images (B, in_chans, H, W) -> maps (B, channels[i], H_i, W_i) of the padded images."""
@@ -222,6 +224,13 @@ def create_backbone(
     in_chans = kwargs.get("in_chans", 3) if isinstance(model, str) else None
     backbone = DenseBackbone(body, indices, levels, channels, strides, divisor, in_chans)
     return _set_fixed_size(backbone, kwargs, reductions[-1])
+
+
+def _padded(side: int, divisor: int, least: int) -> int:
+    """The next multiple of `divisor` from `side` on, at least `least`."""
+    multiple = (side + divisor - 1) // divisor * divisor
+    # `max` of symbolic sizes would specialise an exported graph to the larger one
+    return torch.sym_max(multiple, least) if isinstance(side, torch.SymInt) else max(multiple, least)
 
 
 def _block_size(body: nn.Module) -> int:

@@ -14,6 +14,7 @@ from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import box_iou, clip_boxes_to_image
 from torchvision.ops.poolers import LevelMapper
 
+from tokamix.ops import dispatch
 from tokamix.ops.roi_align.op import multiscale_roi_align
 
 Sizes = Sequence[tuple[int, int]]
@@ -155,7 +156,7 @@ def gather_boxes(boxes: Tensor, index: Tensor) -> Tensor:
 
 def clip_boxes(boxes: Tensor, sizes: Sizes) -> Tensor:
     """Clip boxes (B, ..., 4) to the images they belong to."""
-    if len(set(sizes)) == 1:
+    if len(sizes) == 1 or len(set(sizes)) == 1:  # symbolic sizes cannot be in a set
         return clip_boxes_to_image(boxes, sizes[0])
     return torch.stack([clip_boxes_to_image(row, size) for row, size in zip(boxes, sizes, strict=True)])
 
@@ -163,8 +164,9 @@ def clip_boxes(boxes: Tensor, sizes: Sizes) -> Tensor:
 def num_valid(valid: Tensor) -> int:
     """Largest number of valid entries in a row of (..., n), where valid entries come first; at least 1.
 
-    On a GPU this is n: waiting for the number takes longer than computing a few entries in vain.
+    On a GPU this is n: waiting for the number takes longer than computing a few entries in vain. Likewise while
+    exporting, because the number depends on the image.
     """
-    if valid.is_cuda:
+    if valid.is_cuda or dispatch.is_exporting():
         return valid.shape[-1]
     return max(int(valid.sum(-1).amax()), 1)

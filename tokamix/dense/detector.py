@@ -12,6 +12,7 @@ from tokamix.dense.backbone import DenseBackbone, DenseModel
 from tokamix.dense.boxes import Sizes, Target, clip_boxes, gather_boxes, num_valid
 from tokamix.dense.fpn import FPN
 from tokamix.models._backbone import check_tensor
+from tokamix.ops import dispatch
 from tokamix.ops.mask_paste.op import paste_masks
 from tokamix.ops.nms.op import batched_nms
 
@@ -63,15 +64,7 @@ class Detector(DenseModel):
 
     def postprocess(self, detections: Target, sizes: Sizes, output_sizes: Sizes | None = None) -> list[Target]:
         """Split the result of `detect` by image and scale it from the images' `sizes` to `output_sizes`."""
-        if output_sizes is not None and len(output_sizes) != len(sizes):
-            raise ValueError(f"got {len(sizes)} images and {len(output_sizes)} sizes; pass one size per image")
-        counts = (detections["scores"] > 0).sum(1).tolist()
-        return [
-            rescale_detections({name: value[i, :count].clone() for name, value in detections.items()}, size, output)
-            for i, (count, size, output) in enumerate(
-                zip(counts, sizes, sizes if output_sizes is None else output_sizes, strict=True)
-            )
-        ]
+        return split_detections(detections, sizes, output_sizes)
 
     def compute_losses(self, features: list[Tensor], batch: ImageList, targets: list[Target]) -> dict[str, Tensor]:
         """Losses by name."""
@@ -98,6 +91,19 @@ class Detector(DenseModel):
         return {"boxes": gather_boxes(boxes.flatten(1, 2), index), "labels": index // count, "scores": best}
 
 
+def split_detections(detections: Target, sizes: Sizes, output_sizes: Sizes | None = None) -> list[Target]:
+    """Split padded detections by image and scale them from the images' `sizes` to `output_sizes`."""
+    if output_sizes is not None and len(output_sizes) != len(sizes):
+        raise ValueError(f"got {len(sizes)} images and {len(output_sizes)} sizes; pass one size per image")
+    counts = (detections["scores"] > 0).sum(1).tolist()
+    return [
+        rescale_detections({name: value[i, :count].clone() for name, value in detections.items()}, size, output)
+        for i, (count, size, output) in enumerate(
+            zip(counts, sizes, sizes if output_sizes is None else output_sizes, strict=True)
+        )
+    ]
+
+
 def batch_images(images: Tensor | Sequence[Tensor], divisor: int) -> ImageList:
     """Batch images, padded at the right and bottom to multiples of `divisor` with zero, the mean colour.
 
@@ -112,7 +118,8 @@ def batch_images(images: Tensor | Sequence[Tensor], divisor: int) -> ImageList:
     height, width = ((max(sides) + divisor - 1) // divisor * divisor for sides in zip(*sizes, strict=True))
     if isinstance(images, Tensor):
         padding = (0, width - images.shape[-1], 0, height - images.shape[-2])
-        return ImageList(F.pad(images, padding) if any(padding) else images, sizes)
+        # always while exporting: a branch would specialise the graph to sizes that need no padding
+        return ImageList(F.pad(images, padding) if dispatch.is_exporting() or any(padding) else images, sizes)
     batch = images[0].new_zeros(len(images), shapes[0][0], height, width)
     for row, image in zip(batch, images, strict=True):
         row[:, : image.shape[1], : image.shape[2]] = image

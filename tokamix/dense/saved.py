@@ -4,12 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tokamix.checkpoint import read_checkpoint, unwrap
+from tokamix.dense.boxes import Sizes, Target
 from tokamix.dense.create import create_detector, create_segmenter
-from tokamix.dense.detector import Detector
+from tokamix.dense.detector import Detector, split_detections
 from tokamix.dense.segmenter import Segmenter
+from tokamix.runtimes import ExportedModel
 
 Config = dict[str, Any]
 
@@ -33,3 +35,16 @@ def load_matching_weights(model: nn.Module, source: str | Path) -> list[str]:
     matching = {name: value for name, value in state.items() if name in own and own[name].shape == value.shape}
     model.load_state_dict(matching, strict=False)
     return [name for name in own if name not in matching]
+
+
+class ExportedDetector(nn.Module):
+    """An exported detector with the interface of `Detector` for inference."""
+
+    def __init__(self, model: ExportedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor, targets: None = None, sizes: Sizes | None = None) -> list[Target]:
+        """Boxes, labels, scores and masks of each image; see `Detector.forward`."""
+        height, width = images.shape[-2:]
+        return split_detections(self.model.outputs(images), [(height, width)] * len(images), sizes)

@@ -9,8 +9,28 @@ from torch import Tensor, nn
 from tokamix.dense.backbone import DenseBackbone
 from tokamix.dense.mmseg import checkpoint_filter_fn  # noqa: F401  (load_checkpoint looks it up here)
 from tokamix.dense.segmenter import AuxiliaryHead, Classifier, ConvNormAct, Segmenter, resize
+from tokamix.ops import dispatch
 
 POOL_SIZES = (1, 2, 3, 6)  # sides of the pooled grids
+
+
+def average_pool(x: Tensor, side: int) -> Tensor:
+    """`F.adaptive_avg_pool2d` to (B, C, side, side); while exporting as two products, right at every size.
+
+    ONNX export computes the windows of symbolic sizes wrongly.
+    """
+    if not dispatch.is_exporting():
+        return F.adaptive_avg_pool2d(x, side)
+    rows, columns = (_pool_weights(size, side, x) for size in x.shape[-2:])
+    return rows @ x @ columns.mT
+
+
+def _pool_weights(size: int, side: int, x: Tensor) -> Tensor:
+    """Weights (side, size) of each position in each window's mean; windows as in `F.adaptive_avg_pool2d`."""
+    window, position = torch.arange(side, device=x.device)[:, None], torch.arange(size, device=x.device)
+    inside = (position >= window * size // side) & (position < ((window + 1) * size + side - 1) // side)
+    weights = inside.to(x.dtype)
+    return weights / weights.sum(1, keepdim=True)
 
 
 class PyramidPooling(nn.Module):
@@ -30,7 +50,7 @@ class PyramidPooling(nn.Module):
         """(B, C, H, W) -> (B, width, H, W)."""
         parts = [x]
         for pool, branch in zip(POOL_SIZES, self.branches, strict=True):
-            parts.append(resize(branch(F.adaptive_avg_pool2d(x, pool)), x.shape[-2:]))
+            parts.append(resize(branch(average_pool(x, pool)), x.shape[-2:]))
         return self.join(torch.cat(parts, dim=1))
 
 

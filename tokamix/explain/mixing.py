@@ -19,7 +19,7 @@ WEIGHTS = {
     "weight_mixing": weight_mixing.composed_weights,
 }
 PROBES = 16  # random directions from which the norm of a derivative is estimated
-SAMPLES, SAMPLE_PROBES = 4, 4  # distances by derivatives: tokens along each side of a sampled grid, and their probes
+SAMPLES, SAMPLE_PROBES = 3, 2  # distances by derivatives: tokens along each side of a sampled grid, and their probes
 COPIES = 64  # inputs of a mixer that are differentiated together
 
 
@@ -28,6 +28,13 @@ def has_weights(layer: CapturedLayer) -> bool:
     if layer.layer.kind == "super_token":
         return not isinstance(layer.mixer.refine, torch.nn.Sequential)
     return layer.layer.kind in WEIGHTS
+
+
+def count_heads(layer: CapturedLayer) -> int:
+    """Number of heads of `mixing_rows`; 1 for mixers without explicit weights."""
+    if not has_weights(layer):
+        return 1
+    return getattr(layer.mixer.refine if layer.layer.kind == "super_token" else layer.mixer, "num_heads", 1)
 
 
 def mixing_rows(
@@ -83,18 +90,18 @@ def mixing_distance(layer: CapturedLayer, method: str | None = None) -> Tensor:
 
     AMixer's supplement, figure 1: the mean over tokens i of sum_j M_ij |i - j|. Here weights count by their absolute
     value and each row is divided by its sum, so that mixers whose rows do not sum to 1 compare with the others. With
-    explicit weights all tokens are averaged, with derivatives 16 of a regular grid.
+    explicit weights all tokens are averaged, with derivatives 9 of a regular grid.
     """
     method = method or ("weights" if has_weights(layer) else "jacobian")
     patches = torch.arange(layer.prefix, layer.x.shape[1], device=layer.x.device)
     if method == "jacobian":
         patches = patches.unflatten(0, layer.grid)
         for dim, size in enumerate(layer.grid):
-            places = torch.linspace(0, size - 1, min(size, SAMPLES), device=patches.device).round().long()
+            count = min(size, SAMPLES)
+            places = ((torch.arange(count, device=patches.device) + 0.5) * size / count).long()
             patches = patches.index_select(dim, places)
         patches = patches.flatten()
-    per_token = layer.x.shape[1] * getattr(layer.mixer, "num_heads", 1)
-    size = max(1, attention.CHUNK // (per_token * len(layer.x)))
+    size = max(1, attention.CHUNK // (layer.x.shape[1] * count_heads(layer) * len(layer.x)))
     parts = [_distances(layer, part, method) for part in patches.split(size)]
     return torch.cat(parts, dim=-1).mean(-1)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tokamix.explain import active_token, attention, depth, mixing, receptive_field, saliency, sima, super_token
@@ -23,6 +24,8 @@ ATM = "https://arxiv.org/abs/2203.06108"
 STVIT = "https://arxiv.org/abs/2211.11167"
 AMIXER = "https://doi.org/10.1007/978-3-031-19803-8_4"
 CB = "https://arxiv.org/abs/2210.08457"
+FIELD_PROBES = 8  # directions from which receptive fields are estimated, few enough to follow a pointer
+SALIENCY_PX = 4  # side of the patches over which the saliency is summed
 BANK_ENTRIES = 6  # entries of a weight bank that are shown, as in the paper
 
 
@@ -60,7 +63,8 @@ class Question:
         sentence: what the picture shows, for people who see it for the first time.
         link: the paper.
         figure: the paper's figure, in words.
-        style: "heat" (values from 0), "signed" (around 0), "regions" (numbers of regions), "curve" (by layer).
+        style: how values are drawn: "heat" (from 0), "root" (from 0, square root), "range" (from the least to the
+            largest), "signed" (around 0), "regions" (numbers of regions), "curve" (by layer).
         uses: which of "layer", "token" and "head" change the answer.
         applies: whether a layer can be asked.
         answer: the function.
@@ -137,12 +141,15 @@ def _mixing_row(target: Target) -> Values:
 
 def _receptive_field(target: Target) -> Values:
     view = target.explanation
-    return _one(receptive_field.layer_receptive_field(view.model, view.image, target.layer, target.token))
+    field = receptive_field.layer_receptive_field(view.model, view.image, target.layer, target.token, FIELD_PROBES)
+    return _one(field)
 
 
 def _saliency(target: Target) -> Values:
     view = target.explanation
-    return _one(saliency.integrated_gradients(view.model, view.image, view.target).sum(0))
+    pixels = saliency.integrated_gradients(view.model, view.image, view.target).sum(0)
+    grid = (-(-pixels.shape[0] // SALIENCY_PX), -(-pixels.shape[1] // SALIENCY_PX))  # pixels are noise to the eye
+    return _one(F.adaptive_avg_pool2d(pixels[None], grid)[0] * (pixels.numel() / (grid[0] * grid[1])))
 
 
 def _sampled_positions(target: Target) -> Values:
@@ -236,15 +243,15 @@ QUESTIONS: dict[str, Question] = {
         "How strongly the marked token, after this block, depends on each pixel of the image.",
         "https://arxiv.org/abs/1701.04128",
         "",
-        style="heat",
+        style="root",
         uses=("layer", "token"),
         applies=_always,
         answer=_receptive_field,
     ),
     "saliency": Question(
         "Saliency of the predicted class",
-        "How much each pixel raises (purple) or lowers (orange) the score of the predicted class, by integrated"
-        " gradients.",
+        "How much each patch of 4x4 pixels raises (purple) or lowers (orange) the score of the predicted class, by"
+        " integrated gradients.",
         "https://arxiv.org/abs/1703.01365",
         "",
         style="signed",
@@ -309,7 +316,7 @@ QUESTIONS: dict[str, Question] = {
         " where the image is important.",
         SIMA,
         "figures 3 and 4",
-        style="heat",
+        style="range",
         uses=("layer", "head"),
         applies=_kinds("sima", "softmax"),
         answer=_norms,

@@ -7,7 +7,7 @@ from timm.layers import Mlp
 from torch import Tensor, nn
 
 from tokamix.layers import tokens_to_map
-from tokamix.ops import active_gather_axes, active_gather_joint
+from tokamix.ops import active_gather_axes, active_gather_joint, dispatch
 from tokamix.ops.active_token.op import GatherPlan, plan_gather_axes
 from tokamix.ops.precision import autocast_dtype
 
@@ -87,10 +87,13 @@ class ActiveTokenMixer(nn.Module):
         x = x.to(autocast_dtype(x))
         branches = [embed(samples) for embed, samples in zip(self.embed, self._sample(x, grid, offset), strict=True)]
         branches.append(self.embed_query(x))
-        summary = torch.stack([branch.mean(dim=1) for branch in branches]).sum(0)  # (B, C)
+        means = [branch.mean(dim=1) for branch in branches]
+        summary = sum(means[1:], means[0]) if dispatch.is_exporting() else torch.stack(means).sum(0)  # (B, C)
         weights = self.fusion(summary).unflatten(-1, (summary.shape[-1], len(branches)))
-        # branches first: with strided weights the products are slow on a CPU
-        first, *others = weights.movedim(-1, 0).softmax(dim=0).to(x.dtype).unsqueeze(2)  # (B, 1, C) each
+        if dispatch.is_exporting():  # few operators, and a softmax over the last axis
+            first, *others = weights.softmax(-1).mT.chunk(len(branches), 1)
+        else:  # branches first: with strided weights the products are slow on a CPU
+            first, *others = weights.movedim(-1, 0).softmax(dim=0).to(x.dtype).unsqueeze(2)  # (B, 1, C) each
         mixed = first * branches[0]
         for weight, branch in zip(others, branches[1:], strict=True):
             mixed = torch.addcmul(mixed, weight, branch)
@@ -101,7 +104,8 @@ class ActiveTokenMixer(nn.Module):
 
         Only in inference mode: a plan does not pass gradients through gradient checkpoints, and takes more memory.
         """
-        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        fixed = dispatch.is_exporting_fixed(*x.shape, *grid)
+        if not fixed and (torch.compiler.is_compiling() or not torch.is_inference_mode_enabled()):
             return offset
         if self.offsets != "axial" or self.contexts > 1:
             return offset

@@ -107,6 +107,13 @@ def _heads(mixer: type[nn.Module]) -> Callable[..., nn.Module]:
     return lambda site, **options: mixer(site.dim, site.num_heads, **options)
 
 
+def _softmax(site: Site, **options: Any) -> nn.Module:
+    # windows, if there are any, are shifted in every second block unless they cover the grid
+    if (window := options.get("window")) and site.index % 2 and min(site.grid) > window:
+        options = {"shift": window // 2, **options}
+    return SoftmaxAttention(site.dim, site.num_heads, **options)
+
+
 def _active_token(site: Site, **options: Any) -> nn.Module:
     # channels that share an offset, as in ATMNet: 2 at 64 channels, 4 at 128 and 320, 8 at 512
     share = 2 if site.dim < 128 else 4 if site.dim < 512 else 8
@@ -139,7 +146,7 @@ def _no_channels(mixer: type[nn.Module]) -> Callable[..., nn.Module]:
     return lambda site, **options: mixer(**options)
 
 
-register_mixer("softmax", _heads(SoftmaxAttention), "arXiv:1706.03762", "Attention Is All You Need")
+register_mixer("softmax", _softmax, "arXiv:1706.03762", "Attention Is All You Need")
 register_mixer("xca", _heads(XCA), "arXiv:2106.09681", "XCiT: Cross-Covariance Image Transformers")
 register_mixer(
     "sima", _heads(SimASelfAttention), "arXiv:2206.08898", "SimA: Simple Softmax-free Attention for Vision Transformers"

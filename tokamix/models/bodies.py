@@ -6,6 +6,7 @@ and speed are due to the mixer. Every pair is registered with timm as `<body>_<m
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from tokamix.models.shipped import shipped_arguments, shipped_cfgs, shipped_weig
 
 Pair = tuple[int, int]
 WEIGHT_INITS = ("fixed", "fan_in")
+CONTEXT_POSITIONS = ("end", "mid", "front", "msa", "both")
 
 
 class BodyStem(PatchEmbed):
@@ -117,7 +119,8 @@ class Block(nn.Module):
         mixer: the registered mixer's name.
         mlp_ratio: hidden channels of the MLP, as a multiple of the block's.
         act_layer: the MLP's activation, a name or class.
-        context_broadcast: kind of context broadcasting at the end of the MLP, "cb" or "cbs"; None for none.
+        context_broadcast: kind of context broadcasting, "cb" or "cbs"; None for none.
+        context_position: where it is: see `ColumnarBody`.
         conv_pos: add a depthwise 3x3 convolution of the tokens in front of the mixer.
         mixer_kwargs: options of the mixer.
         device: device of the parameters.
@@ -132,6 +135,7 @@ class Block(nn.Module):
         mlp_ratio: float,
         act_layer: str | type[nn.Module],
         context_broadcast: str | None,
+        context_position: str,
         conv_pos: bool,
         mixer_kwargs: dict[str, Any] | None,
         device: Any = None,
@@ -140,22 +144,36 @@ class Block(nn.Module):
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__()
         dim = site.dim
+        self.site = site
         self.conv_pos = DepthwiseConv(dim, residual=True, **dd) if conv_pos else None
         self.norm1 = nn.LayerNorm(dim, eps=1e-6, **dd)
         self.mixer = create_mixer(mixer, site, **(mixer_kwargs or {}), **dd)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6, **dd)
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=get_act_layer(act_layer), **dd)
+        if context_position not in CONTEXT_POSITIONS:
+            known = ", ".join(CONTEXT_POSITIONS)
+            raise ValueError(f"unknown context_position {context_position!r}: choose one of {known}")
         self.context: nn.Module = nn.Identity()
+        self.front: nn.Module = nn.Identity()
+        self.mixed: nn.Module = nn.Identity()
         if context_broadcast is not None:
-            self.context = ContextBroadcast(dim, context_broadcast, class_token=False, **dd)
+            create: Any = partial(ContextBroadcast, kind=context_broadcast, class_token=False, **dd)
+            if context_position in ("end", "both"):
+                self.context = create(dim)
+            if context_position in ("msa", "both"):
+                self.mixed = create(dim)
+            if context_position == "front":
+                self.front = create(dim)
+            if context_position == "mid":
+                self.mlp.norm = create(int(dim * mlp_ratio))  # the Mlp's place between its activation and second layer
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor, grid: Pair) -> Tensor:
         """Tokens x (B, H*W, C) of grid (H, W) -> the same shape."""
         if self.conv_pos is not None:
             x = map_to_tokens(self.conv_pos(tokens_to_map(x, grid)))[0]
-        x = x + self.drop_path(self.mixer(self.norm1(x), grid))
-        return x + self.drop_path(self.context(self.mlp(self.norm2(x))))
+        x = x + self.drop_path(self.mixed(self.mixer(self.norm1(x), grid)))
+        return x + self.drop_path(self.context(self.mlp(self.front(self.norm2(x)))))
 
 
 class Body(Backbone):
@@ -212,7 +230,9 @@ class ColumnarBody(Body, Column):
         num_heads: heads of mixers that have heads.
         mlp_ratio: hidden channels of the MLPs, as a multiple of `dim`.
         act_layer: the MLPs' activation.
-        context_broadcast: "cb" or "cbs" adds context broadcasting at the end of each MLP.
+        context_broadcast: "cb" or "cbs" adds context broadcasting to each block.
+        context_position: where: at the "end", in the middle ("mid", before the second layer) or at the "front" of the
+            MLP, at the end of the mixer ("msa"), or "both", at the end of mixer and MLP.
         stem: "patch", one linear layer per patch; or "conv", 3x3 convolutions of stride 2 down to the same grid.
         conv_pos: add a depthwise 3x3 convolution of the tokens in front of each mixer: conditional positions (CPVT,
             arXiv 2102.10882).
@@ -241,6 +261,7 @@ class ColumnarBody(Body, Column):
         mlp_ratio: float = 4.0,
         act_layer: str | type[nn.Module] = "gelu",
         context_broadcast: str | None = None,
+        context_position: str = "end",
         stem: str = "patch",
         conv_pos: bool = False,
         mixer_kwargs: dict[str, Any] | None = None,
@@ -259,7 +280,8 @@ class ColumnarBody(Body, Column):
         self.stem = self._create_stem(stem, in_chans, dim, patch_size, **dd)
         self.pos_embed = PositionEmbedding(dim, grid, **dd)
         options: dict[str, Any] = {"mixer": mixer, "mlp_ratio": mlp_ratio, "act_layer": act_layer, **dd}
-        options |= {"context_broadcast": context_broadcast, "conv_pos": conv_pos, "mixer_kwargs": mixer_kwargs}
+        options |= {"context_broadcast": context_broadcast, "context_position": context_position}
+        options |= {"conv_pos": conv_pos, "mixer_kwargs": mixer_kwargs}
         rates = calculate_drop_path_rates(drop_path_rate, depth)
         sites = [Site(dim, num_heads, grid, index=i) for i in range(depth)]
         self.blocks = nn.ModuleList(Block(site, rate, **options) for site, rate in zip(sites, rates, strict=True))
@@ -300,7 +322,9 @@ class PyramidBody(Body, Pyramid):
         num_heads: heads of each stage, of mixers that have heads.
         mlp_ratio: hidden channels of the MLPs, as a multiple of the stage's.
         act_layer: the MLPs' activation.
-        context_broadcast: "cb" or "cbs" adds context broadcasting at the end of each MLP.
+        context_broadcast: "cb" or "cbs" adds context broadcasting to each block.
+        context_position: where: at the "end", in the middle ("mid", before the second layer) or at the "front" of the
+            MLP, at the end of the mixer ("msa"), or "both", at the end of mixer and MLP.
         stem: "patch", one linear layer per patch; or "conv", 3x3 convolutions of stride 2 down to the same grid.
         conv_pos: add a depthwise 3x3 convolution of the tokens in front of each mixer: conditional positions (CPVT,
             arXiv 2102.10882).
@@ -329,6 +353,7 @@ class PyramidBody(Body, Pyramid):
         mlp_ratio: float = 4.0,
         act_layer: str | type[nn.Module] = "gelu",
         context_broadcast: str | None = None,
+        context_position: str = "end",
         stem: str = "patch",
         conv_pos: bool = False,
         mixer_kwargs: dict[str, Any] | None = None,
@@ -349,7 +374,8 @@ class PyramidBody(Body, Pyramid):
         ]
         self.stem = self._create_stem(stem, in_chans, dims[0], patch_size, **dd)
         options: dict[str, Any] = {"mixer": mixer, "mlp_ratio": mlp_ratio, "act_layer": act_layer, **dd}
-        options |= {"context_broadcast": context_broadcast, "conv_pos": conv_pos, "mixer_kwargs": mixer_kwargs}
+        options |= {"context_broadcast": context_broadcast, "context_position": context_position}
+        options |= {"conv_pos": conv_pos, "mixer_kwargs": mixer_kwargs}
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         stages = []
         for i, dim in enumerate(dims):

@@ -101,6 +101,11 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
+def is_exporting_fixed(*sizes: int) -> bool:
+    """Whether torch.export traces and these sizes are numbers, so that a graph may hold constants made from them."""
+    return is_exporting() and not any(isinstance(size, torch.SymInt) for size in sizes)
+
+
 def sizes_unknown() -> AbstractContextManager[None]:
     """While torch.export traces, decide nothing by the example's sizes, so that the graph holds for all sizes.
 

@@ -32,6 +32,7 @@ class Job:
     settings: dict[str, Any]
     settings_hash: str
     minutes: float
+    probes: tuple[str, ...] = ()
 
     @property
     def key(self) -> Key:
@@ -187,10 +188,11 @@ def _verdict(study: Study, claim: Claim, samples: dict[str, list[Row]], decided:
 
 
 def _estimate(claim: Claim, samples: Sequence[Sequence[Row]], metric: str) -> Estimate | None:
-    """The claim's difference; None with fewer than two runs of an arm, or one that diverged."""
-    if any(len(rows) < 2 or any(row["status"] != "finished" for row in rows) for rows in samples):
+    """The claim's difference; None with fewer than two runs of an arm, one that diverged or one without the metric."""
+    metric = claim.metric or metric
+    if any(len(rows) < 2 or any(metric not in json.loads(row["metrics"]) for row in rows) for rows in samples):
         return None
-    scores = [[score_of(row, claim.metric or metric) for row in rows] for rows in samples]
+    scores = [[score_of(row, metric) for row in rows] for rows in samples]
     return contrast(scores, list(claim.arms.values()))
 
 
@@ -216,7 +218,8 @@ def _create_job(
     what = {"settings": changed_settings(settings), "data": arm.data, "holdout": holdout, "images": arm.images}
     digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:10]
     full = {**settings, "seed": seed, "name": arm.name}
-    return Job(arm.name, seed, phase, factor, arm.data, holdout, arm.images, full, digest, minutes)
+    probes = arm.probes if phase == "final" else ()
+    return Job(arm.name, seed, phase, factor, arm.data, holdout, arm.images, full, digest, minutes, probes)
 
 
 def changed_settings(settings: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from tokamix.recipes.schema import nearest
 
 FOLDER = Path(__file__).parent / "studies"
 DIVERGES = "diverges"
+PROBES = ("occlusion", "fgsm", "attention_entropy")  # see probes.py
 Settings = dict[str, Any]
 
 
@@ -75,6 +76,7 @@ class Arm:
         images: training images, drawn anew for each seed with the same number of each class; None for all.
         tuned: whether the learning rate is tuned.
         equal_time: the arm whose training time it gets: its epochs are scaled by the measured throughput.
+        probes: further measurements of the last weights: "occlusion", "fgsm", "attention_entropy".
         minutes: estimated GPU minutes of a run.
     """
 
@@ -84,6 +86,7 @@ class Arm:
     images: int | None = None
     tuned: bool = True
     equal_time: str | None = None
+    probes: tuple[str, ...] = ()
     minutes: float = 0.0
 
 
@@ -176,9 +179,10 @@ def create_study(name: str, values: Any) -> Study:
 
 
 def merge_settings(settings: Settings, changes: Settings) -> Settings:
-    """Settings with changes; mappings in both are merged."""
-    both = {key for key in settings if isinstance(settings[key], dict) and isinstance(changes.get(key), dict)}
-    return {**settings, **changes, **{key: merge_settings(settings[key], changes[key]) for key in both}}
+    """Settings with changes; mappings in both are merged, and none empties a mapping."""
+    both = {key: changes[key] for key in settings if isinstance(settings[key], dict) and key in changes}
+    merged = {key: merge_settings(settings[key], change) if change else {} for key, change in both.items()}
+    return {**settings, **changes, **merged}
 
 
 def _check_study(study: Study) -> None:
@@ -199,7 +203,7 @@ def _check_study(study: Study) -> None:
 
 def _create_arm(study: str, name: str, given: Settings, bases: Settings, data: Settings, minutes: float) -> Arm:
     where = f"study {study}: arm {name}"
-    known = {"use", "set", "recipe", "data", "images", "tuned", "equal_time", "minutes"}
+    known = {"use", "set", "recipe", "data", "images", "tuned", "equal_time", "probes", "minutes"}
     if not re.fullmatch(r"\w+", name):
         raise ValueError(f"{where}: a name has letters, digits and underscores only")
     if unknown := [key for key in given if key not in known]:
@@ -222,7 +226,10 @@ def _create_arm(study: str, name: str, given: Settings, bases: Settings, data: S
     if source not in data:
         raise ValueError(f"{where}: its data {source!r} is not one of {', '.join(data)}")
     rest = {key: given[key] for key in ("images", "tuned", "equal_time") if key in given}
-    return Arm(name, settings, source, minutes=given.get("minutes", minutes), **rest)
+    if unknown := [probe for probe in given.get("probes", ()) if probe not in PROBES]:
+        raise ValueError(f"{where}: there is no probe {unknown[0]!r}; choose from {', '.join(PROBES)}")
+    probes = tuple(given.get("probes", ()))
+    return Arm(name, settings, source, minutes=given.get("minutes", minutes), probes=probes, **rest)
 
 
 def _create_claim(study: str, given: Settings, arms: Mapping[str, Arm]) -> Claim:

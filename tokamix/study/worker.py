@@ -11,6 +11,7 @@ import torch
 from tokamix.files import write_json
 from tokamix.recipes import create_recipe
 from tokamix.study.data import load_splits
+from tokamix.study.probes import measure_probes
 from tokamix.study.rows import Row
 from tokamix.train import train
 from tokamix.train.loop.engine import NotFiniteError
@@ -39,14 +40,16 @@ def train_job(job: Row) -> Row:
     except NotFiniteError as error:
         print(error, flush=True)
         return row | {"status": "diverged", "seconds": round(time.perf_counter() - begun, 1), "metrics": "{}"}
+    seconds = time.perf_counter() - begun
     metrics = {key: value for key, value in run.last.items() if key not in ("epoch", "averaged")}
+    metrics |= measure_probes(run, data, job["probes"], device)
     speeds = sorted(epoch["images_per_second"] for epoch in run.epochs)
     return row | {
         "status": "finished",
         "score": run.last[run.metric],
         "metrics": json.dumps(metrics),
         "parameters": sum(parameter.numel() for parameter in run.load().parameters()),
-        "seconds": round(time.perf_counter() - begun, 1),  # of this process; a resumed run trained before
+        "seconds": round(seconds, 1),  # of this process; a resumed run trained before
         "train_seconds": round(sum(epoch["seconds"] for epoch in run.epochs), 1),
         "images_per_second": speeds[len(speeds) // 2],
         "curve": json.dumps(curve(run.epochs, run.metric)),

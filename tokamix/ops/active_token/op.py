@@ -54,6 +54,8 @@ def active_gather_axes(x: Tensor, offset: Tensor | GatherPlan, backend: str | No
     if isinstance(offset, GatherPlan):
         dispatch.choose("active_gather_axes", x, backend=backend, limit="a plan is for plain PyTorch")
     plan = plan_gather_axes(x, offset, backend) if isinstance(offset, Tensor) else offset
+    if isinstance(plan, GatherPlan) and dispatch.is_exporting_fixed(*x.shape):
+        return reference.gather_exported(x, plan)
     if isinstance(plan, GatherPlan):
         return reference.active_gather_axes(x, plan)
     along_width, along_height = torch.ops.tokamix.active_gather(x, plan, [2, 1])
@@ -69,7 +71,7 @@ def plan_gather_axes(x: Tensor, offset: Tensor, backend: str | None = None) -> T
     limit = _limit(x, offset, axes=2)
     if dispatch.choose("active_gather_axes", x, offset, backend=backend, limit=limit) == "triton":
         return offset
-    return reference.plan_axes(x, offset)
+    return (reference.plan_exported if dispatch.is_exporting_fixed(*x.shape) else reference.plan_axes)(x, offset)
 
 
 def active_gather_joint(x: Tensor, offset: Tensor) -> Tensor:

@@ -38,6 +38,38 @@ def active_gather_axes(x: Tensor, plan: GatherPlan) -> tuple[Tensor, Tensor]:
     return along_width, along_height
 
 
+def plan_exported(x: Tensor, offset: Tensor) -> GatherPlan:
+    """`plan_axes` in few operators, for exported graphs of fixed size: both axes at once, and constants for the rest.
+
+    `rows` is (2, B * H * W * 2 G), `fractions` one tensor (B, H, W, 2 G, 1).
+    """
+    (batch, height, width, _), groups = x.shape, offset.shape[-1] // 2
+    stride = torch.tensor([groups] * groups + [(width + 2 * PAD) * groups] * groups)  # of a step along each axis
+    b, y, column, g = torch.meshgrid(*(torch.arange(n) for n in (batch, height, width, groups)), indexing="ij")
+    base = (b * (height + 2 * PAD) + y + PAD) * stride[-1] + (column + PAD) * groups + g
+    own = torch.cat([column, y], -1)
+    base = torch.cat([base, base], -1) - own * stride  # the own position is in the index already
+    position = offset + own.to(offset)
+    if height == width:
+        position = position.clamp(-PAD, height)
+    else:
+        limit = torch.tensor([width] * groups + [height] * groups, dtype=offset.dtype)
+        position = torch.minimum(position, limit).clamp_min(-PAD)
+    left = position.floor()
+    index = base + left.long().clamp(-PAD, max(height, width)) * stride  # clamped again because of NaN
+    return GatherPlan(torch.stack([index, index + stride]).flatten(1), [(position - left).unsqueeze(-1)])
+
+
+def gather_exported(x: Tensor, plan: GatherPlan) -> tuple[Tensor, Tensor]:
+    """`active_gather_axes` with a plan of `plan_exported`."""
+    (fraction,) = plan.fractions
+    rows = _pad(x).reshape(-1, 2 * x.shape[-1] // fraction.shape[-2])
+    left, right = (rows.index_select(0, index).view(*fraction.shape[:-1], -1) for index in plan.rows)
+    samples = (left + fraction * (right - left)).flatten(3)  # (B, H, W, 2 C)
+    along_width, along_height = samples.chunk(2, -1)
+    return along_width, along_height
+
+
 def active_gather_joint(x: Tensor, offset: Tensor) -> Tensor:
     """Sample x along both axes at once; see `tokamix.ops.active_gather_joint`."""
     along_width, along_height = offset.chunk(2, dim=-1)

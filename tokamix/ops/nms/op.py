@@ -29,6 +29,8 @@ def batched_nms(boxes: Tensor, valid: Tensor, iou_threshold: float, backend: str
     kernel = dispatch.choose("batched_nms", boxes, backend=backend) == "triton"
     flat = math.prod(valid.shape[:-1]), valid.shape[-1]
     boxes, lists = boxes.detach().float().reshape(*flat, 4), valid.reshape(flat)
+    if dispatch.is_exporting():
+        return reference.exported_nms(boxes, lists, iou_threshold).view(valid.shape)
     return torch.ops.tokamix.batched_nms(boxes, lists, iou_threshold, kernel).view(valid.shape)
 
 

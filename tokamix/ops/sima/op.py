@@ -72,6 +72,8 @@ def sima_self_attention(
     if dispatch.choose("sima_self_attention", qkv, backend=backend, limit=_limit(qkv, order)) == "triton":
         run = _Direct.apply if dispatch.is_plain_call(qkv) else torch.ops.tokamix.sima_self_attention
         return run(qkv, norm, eps).flatten(2)
+    if dispatch.is_exporting() and norm == "l1" and qkv.dtype != torch.float16:
+        return reference.exported_self_attention(qkv, eps)
     q, k, v = qkv.transpose(1, 3).unbind(2)  # (B, H, N, D) each
     out = reference.sima_attention(q, k, v, norm, order or _cheaper_order(q, k), eps)
     return out.transpose(1, 2).flatten(2)

@@ -62,10 +62,13 @@ def to_cells(x: Tensor, cell: Cell) -> Tensor:
     """Cut x (B, H, W, C) into cells (B, p, q, h*w, C), with zeros in incomplete cells at the right and bottom."""
     p, q = grid_of(x, cell)
     pad_h, pad_w = p * cell[0] - x.shape[1], q * cell[1] - x.shape[2]
+    fixed = dispatch.is_exporting_fixed(pad_h, pad_w)
     # always while compiling: a branch would specialise the graph to divisible sizes, and empty padding is free there
-    if torch.compiler.is_compiling() or pad_h or pad_w:
+    if (torch.compiler.is_compiling() and not fixed) or pad_h or pad_w:
         x = F.pad(x, (0, 0, 0, pad_w, 0, pad_h))
-    if dispatch.is_exporting():  # unfold: torch.export cannot prove that 8 * q divides into (q, 8) for every q
+    if (
+        dispatch.is_exporting() and not fixed
+    ):  # unfold: torch.export cannot prove that 8 * q divides into (q, 8) for every q
         return x.unfold(1, cell[0], cell[0]).unfold(2, cell[1], cell[1]).permute(0, 1, 2, 4, 5, 3).flatten(3, 4)
     return x.unflatten(2, (q, cell[1])).unflatten(1, (p, cell[0])).transpose(2, 3).flatten(3, 4)
 
@@ -73,6 +76,8 @@ def to_cells(x: Tensor, cell: Cell) -> Tensor:
 def from_cells(cells: Tensor, cell: Cell, height: int, width: int) -> Tensor:
     """Join cells (B, p, q, h*w, C) to a map and crop it to (B, H, W, C)."""
     x = cells.unflatten(3, cell).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+    if dispatch.is_exporting_fixed(height, width) and tuple(x.shape[1:3]) == (height, width):
+        return x
     if torch.compiler.is_compiling():  # a slice is contiguous at some sizes only, which specialises graphs
         return F.pad(x, (0, 0, 0, width - x.shape[2], 0, height - x.shape[1]))
     return x[:, :height, :width]
@@ -80,6 +85,10 @@ def from_cells(cells: Tensor, cell: Cell, height: int, width: int) -> Tensor:
 
 def around(tokens: Tensor) -> Tensor:
     """The 3x3 super tokens around each cell: (B, p, q, C) -> (B, p, q, 9, C), zero vectors beyond the border."""
+    if dispatch.is_exporting_fixed(*tokens.shape[1:3]):
+        return _take(tokens.flatten(1, 2), _neighbours(tokens.shape[1], tokens.shape[2], outward=True)).unflatten(
+            1, tokens.shape[1:3]
+        )
     for _ in range(2):  # rows, then columns: the axis is the third last both times
         n, padded = tokens.shape[-3], F.pad(tokens, (0, 0, 0, 0, 1, 1))
         tokens = torch.stack([padded.narrow(-3, i, n) for i in range(3)], dim=-2)
@@ -88,9 +97,33 @@ def around(tokens: Tensor) -> Tensor:
 
 def to_super_tokens(parts: Tensor) -> Tensor:
     """Sum the cells' contributions to super tokens: (B, p, q, 9, C) -> (B, p, q, C); the adjoint of `around`."""
+    if dispatch.is_exporting_fixed(*parts.shape[1:3]):
+        index = _neighbours(parts.shape[1], parts.shape[2], outward=False)
+        return _take(parts.flatten(1, 3), index).sum(2).unflatten(1, parts.shape[1:3])
     parts = parts.unflatten(3, (3, 3))
     for _ in range(2):  # columns, then rows
         n, padded = parts.shape[-4], F.pad(parts, (0, 0, 0, 0, 0, 0, 1, 1))
         first, second, third = (padded.narrow(-4, 2 - i, n).select(-2, i) for i in range(3))
         parts = first + second + third
     return parts
+
+
+def _take(rows: Tensor, index: list[list[int]]) -> Tensor:
+    """Rows (B, n, C) at indices (m, 9), where n is a row of zeros -> (B, m, 9, C): one gather in an exported graph."""
+    flat = torch.tensor([i for row in index for i in row], device=rows.device)
+    return F.pad(rows, (0, 0, 0, 1)).index_select(1, flat).unflatten(1, (len(index), 9))
+
+
+def _neighbours(p: int, q: int, outward: bool) -> list[list[int]]:
+    """For each of p x q cells, where its 3x3 neighbours (outward) or their parts for it are; the last index is none."""
+    cells, last = [(y, x) for y in range(p) for x in range(q)], p * q if outward else 9 * p * q
+    steps = [(dy, dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1)]
+    index = []
+    for y, x in cells:
+        row = []
+        for k, (dy, dx) in enumerate(steps):
+            inside = 0 <= y + dy < p and 0 <= x + dx < q
+            cell = (y + dy) * q + x + dx
+            row.append((cell if outward else 9 * cell + 8 - k) if inside else last)
+        index.append(row)
+    return index

@@ -1,0 +1,230 @@
+"""`tokamix export`: files equal PyTorch in their runtimes, bad files are not written, bad input gets one sentence."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+import tokamix
+from tests.command import call
+from tests.train.tiny import tiny_data
+from tokamix.export import ExportReport, check, export, write
+from tokamix.export.light import OnnxPredictor
+from tokamix.export.triton import write_triton_config
+from tokamix.inference import InferenceConfig, load_model
+from tokamix.predict import load_predictor
+from tokamix.runtimes import load_exported
+
+
+class Small(nn.Module):
+    """A classifier that is exported in a second."""
+
+    num_classes = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
+
+
+CONFIG = InferenceConfig(task="classify", class_names=("a", "b", "c"), image_size=24)
+
+
+@pytest.fixture
+def photo(tmp_path: Path) -> Path:
+    path = tmp_path / "photo.png"
+    pixels = np.random.default_rng(0).integers(0, 256, (9, 12, 3), np.uint8)
+    Image.fromarray(pixels).resize((120, 90), Image.Resampling.BICUBIC).save(path)
+    return path
+
+
+def test_onnx_file(onnx_report: ExportReport, classifier_run: Path) -> None:
+    """The file predicts what the run predicts, has its metadata, and is evaluated as the run is."""
+    assert [d.batch for d in onnx_report.checks] == [1, 2, 3]
+    assert max(d.error for d in onnx_report.checks) < 1e-5
+    images = list(tiny_data().val.images[:5])
+    expected, actual = (load_predictor(source, "cpu")(images) for source in (classifier_run, onnx_report.path))
+    for a, e in zip(actual, expected, strict=True):
+        assert a.names == e.names
+        torch.testing.assert_close(a.scores, e.scores)
+    _, config = load_model(onnx_report.path)
+    assert config == InferenceConfig.load(classifier_run)
+    result = tokamix.evaluate(onnx_report.path, tiny_data(), device="cpu")
+    assert result["top1"] == tokamix.evaluate(classifier_run, tiny_data(), device="cpu")["top1"]
+
+
+def test_predict_command(onnx_report: ExportReport, classifier_run: Path, photo: Path) -> None:
+    assert call("predict", onnx_report.path, photo) == call("predict", classifier_run, photo, "--device", "cpu")
+
+
+def test_light_runtime(onnx_report: ExportReport, classifier_run: Path, photo: Path) -> None:
+    """The file that users copy needs neither torch nor tokamix, and agrees with `predict`."""
+    from tokamix.export import light
+
+    source = Path(light.__file__).read_text()
+    imported = {line.split()[1].split(".")[0] for line in source.splitlines() if line.startswith(("import", "from"))}
+    assert imported == {"json", "math", "sys", "dataclasses", "pathlib", "typing", "numpy", "onnxruntime", "PIL"}
+    expected = load_predictor(classifier_run, "cpu")(photo)
+    actual = OnnxPredictor(onnx_report.path)(photo)
+    assert tuple(actual.names) == expected.names
+    np.testing.assert_allclose(actual.scores, expected.scores, rtol=1e-4)
+
+
+def test_preprocessing_inside(tmp_path: Path) -> None:
+    """uint8 images in, classes out; `predict` takes the file like any other."""
+    model = Small().eval()
+    report = export(model, tmp_path / "m.onnx", config=CONFIG, preprocessing=True, size=24)
+    file = load_exported(report.path)
+    pixels = torch.randint(256, (1, 24, 24, 3), dtype=torch.uint8)
+    scores, classes = file.run(pixels)
+    mean, std = (torch.tensor(v)[:, None, None] for v in (CONFIG.mean, CONFIG.std))
+    normalised = (pixels.permute(0, 3, 1, 2) / 255 - mean) / std
+    expected = model(normalised).softmax(1)
+    np.testing.assert_allclose(scores, expected.detach(), rtol=1e-4)
+    assert classes == expected.argmax(1)
+    torch.testing.assert_close(file(normalised).softmax(1), expected.detach(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("to", ["openvino", "torch-export"])
+def test_other_targets(to: str, tmp_path: Path) -> None:
+    model = Small().eval()
+    nn.init.normal_(model.norm.running_mean)
+    report = export(model, tmp_path / f"m{write.SUFFIX[to]}", to=to, config=CONFIG, size="dynamic")
+    assert len(report.checks) == 3
+    file, images = load_exported(report.path), torch.randn(5, 3, 31, 45)
+    torch.testing.assert_close(file(images), model(images).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_features(tmp_path: Path) -> None:
+    model = tokamix.create_body("columnar_tiny", "sima", num_classes=3, depth=2, dim=8, num_heads=1).eval()
+    report = export(model, tmp_path / "m.onnx", features=True, size=32, config=CONFIG)
+    images = torch.randn(1, 3, 32, 32)
+    expected = model.forward_intermediates(images, output_fmt="NCHW", intermediates_only=True)
+    actual = load_exported(report.path)(images)
+    assert len(actual) == len(expected) == 2
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e.detach(), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="holds a feature extractor"):
+        load_model(report.path)
+
+
+class OnlyAt24(Small):
+    """Computes something else at other sizes, which a graph traced at one size cannot know."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2 if x.shape[0] * x.shape[-1] > 300 else 1)
+
+
+def test_a_file_that_differs_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scale(program, path, metadata, opset):
+        proto = write.to_onnx(program, metadata["outputs"], opset)
+        weight = next(w for w in proto.graph.initializer if onnx.numpy_helper.to_array(w).ndim == 4)
+        weight.CopyFrom(onnx.numpy_helper.from_array(1.5 * onnx.numpy_helper.to_array(weight), weight.name))
+        write.add_metadata(proto, metadata)
+        onnx.save(proto, str(path))
+
+    monkeypatch.setitem(write.WRITERS, "onnx", scale)
+    (tmp_path / "m.onnx").write_text("the previous file")
+    with pytest.raises(ValueError, match="not written: the exported file differs from PyTorch for 1 image of 24x24"):
+        export(Small().eval(), tmp_path / "m.onnx", config=CONFIG, size=24)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
+    assert (tmp_path / "m.onnx").read_text() == "the previous file"
+
+
+def test_a_file_that_claims_too_much_is_not_written(tmp_path: Path, onnx_report: ExportReport) -> None:
+    """Its metadata promise any size, and the graph takes one."""
+    proto = onnx.load(str(onnx_report.path))
+    metadata = json.loads(proto.metadata_props[0].value)
+    exact = check.Graph(Small().eval(), CONFIG, preprocessing=False, features=False, dtype=torch.float32)
+    write.add_metadata(proto, {**metadata, "size": None})
+    onnx.save(proto, str(tmp_path / "m.onnx"))
+    with pytest.raises(ValueError, match=r"claims to take 2 images of 45x31, but fails: \[ONNXRuntimeError\]"):
+        check.check_file(tmp_path / "m.onnx", exact, [((45, 31), 2)], "fp32")
+
+
+def test_bad_input(classifier_run: Path, onnx_report: ExportReport, tmp_path: Path) -> None:
+    """One sentence each, and nothing is written."""
+
+    def error(*args: object) -> str:
+        return call("export", classifier_run, *args, code=1)
+
+    target = ("-o", tmp_path / "m.onnx")
+    assert "--size is '22x', but must be a side such as 224" in error("--size", "22x", *target)
+    assert "opset 11 is not supported; choose 18 to 23" in error("--opset", "11", *target)
+    assert "int8 needs images to calibrate on" in error("--precision", "int8", *target)
+    assert "onnx files cannot be bf16; choose one of fp32, fp16, int8" in error("--precision", "bf16", *target)
+    assert "a file for onnx ends with .onnx, got m.pt2" in error("-o", tmp_path / "m.pt2")
+    assert "--runner is for ONNX files" in error("--runner", "--to", "openvino", *target)
+    (tmp_path / "file").write_text("")
+    assert "cannot write" in error("-o", tmp_path / "file" / "m.onnx")
+    assert "has no pretrained weights" in call("export", "stvit_small", *target, code=1)
+    with pytest.raises(ValueError, match=r"was exported for images of \d+x\d+, got 48x48; export it with --size 48x48"):
+        load_exported(onnx_report.path)(torch.zeros(1, 3, 48, 48))
+    assert "there is no exported model" in call("predict", tmp_path / "none.onnx", tmp_path / "file", code=1)
+    (tmp_path / "bad.onnx").write_text("no graph")
+    with pytest.raises(ValueError, match=r"bad\.onnx cannot be opened"):
+        load_exported(tmp_path / "bad.onnx")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.onnx", "file"]
+
+
+def test_hooks_and_compiled_models_are_refused(tmp_path: Path) -> None:
+    hooked = Small().eval()
+    hooked.conv.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"network\.conv|conv \(Conv2d\) has forward hooks"):
+        export(hooked, tmp_path / "m.onnx", config=CONFIG)
+    with pytest.raises(ValueError, match=r"the model is compiled; export the model as it was before torch\.compile"):
+        export(torch.compile(Small().eval()), tmp_path / "m.onnx", config=CONFIG)
+
+
+def test_a_missing_runtime_names_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "openvino", None)
+    with pytest.raises(ImportError, match=r"export to OpenVINO needs openvino: pip install 'tokamix\[openvino\]'"):
+        export(Small().eval(), tmp_path / "m.xml", to="openvino", config=CONFIG, size=24)
+
+
+def test_models_of_one_size_are_not_exported_as_dynamic(tmp_path: Path) -> None:
+    model = tokamix.create_model("deit_tiny_patch16_224", depth=1, embed_dim=24, num_heads=1, num_classes=2).eval()
+    with pytest.raises(ValueError, match=r"does not take images of other sizes .* export it with --size 224"):
+        export(model, tmp_path / "m.onnx", size="dynamic")
+
+
+def test_count_exp_in_files(onnx_report: ExportReport, classifier_run: Path, tmp_path: Path) -> None:
+    """As many as tracing finds; with SimA and ReLU none are left, and LayerNorm's square roots are named."""
+    model, config = load_model(classifier_run)
+    assert tokamix.count_exp(onnx_report.path) == tokamix.count_exp(model, config.image_size)
+    assert tokamix.count_exp(onnx_report.path)["softmax"] > 0
+    assert "nodes that evaluate exp: 2 Gelu, 2 Softmax" in onnx_report.lines()[-1].replace(
+        "2 Softmax, 2 Gelu", "2 Gelu, 2 Softmax"
+    )
+    free = tokamix.create_model(
+        "deit_small_sima_relu", depth=1, embed_dim=16, num_heads=1, img_size=32, num_classes=3
+    ).eval()
+    report = export(free, tmp_path / "m.onnx", config=CONFIG, size=32)
+    assert tokamix.count_exp(report.path).total() == 0
+    assert "nodes that evaluate exp: none; square roots: 3 LayerNormalization" in report.lines()
+    with pytest.raises(FileNotFoundError, match="there is no ONNX file"):
+        tokamix.count_exp(tmp_path / "none.onnx")
+
+
+def test_triton_layout(onnx_report: ExportReport, tmp_path: Path) -> None:
+    """The config names the inputs and outputs of the file, without the batch."""
+    path = tmp_path / "photos" / "1" / "model.onnx"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(onnx_report.path.read_bytes())
+    assert write_triton_config(path).read_text().splitlines() == [
+        'name: "photos"',
+        'backend: "onnxruntime"',
+        "max_batch_size: 64",
+        'input [ { name: "images", data_type: TYPE_FP32, dims: [ 3, 8, 8 ] } ]',
+        'output [ { name: "logits", data_type: TYPE_FP32, dims: [ 4 ] } ]',
+        "dynamic_batching { max_queue_delay_microseconds: 2000 }",
+    ]
+    with pytest.raises(ValueError, match=r"Triton needs a file REPOSITORY/NAME/1/model\.onnx"):
+        write_triton_config(onnx_report.path)

@@ -1,0 +1,73 @@
+"""int8: accuracy beside fp32, sensitive layers stay in fp32, a file that loses too much is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tokamix
+from tests.command import call
+from tests.train.tiny import tiny_data
+from tokamix.data import DatasetSplits
+from tokamix.export import export
+from tokamix.export.write import SUFFIX
+
+
+def test_accuracy(classifier_run: Path, tmp_path: Path) -> None:
+    check_accuracy(classifier_run, tmp_path, "onnx")
+
+
+def check_accuracy(classifier_run: Path, tmp_path: Path, to: str) -> None:
+    path = tmp_path / f"m{SUFFIX[to]}"
+    report = export(classifier_run, path, to=to, precision="int8", data=tiny_data(), max_drop=5)
+    measured = tokamix.evaluate(path, tiny_data(), device="cpu")
+    assert report.metrics["int8"] == measured["top1"]
+    assert report.metrics["fp32"] == tokamix.evaluate(classifier_run, tiny_data(), device="cpu")["top1"]
+    assert report.checks[0].error > 1e-4, "this file is not quantised"
+    assert "labelled images: fp32" in report.lines()[-1]
+
+
+def test_sensitivity(classifier_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer whose weights are spoilt for int8 is found and kept in fp32; unless told to quantise all."""
+    import onnx
+
+    from tokamix.export import quantize
+
+    real = quantize.to_onnx
+
+    def spoil(*args):
+        """One huge weight makes the scale of each output channel useless, and does not change the output."""
+        proto = real(*args)
+        node = [
+            n
+            for n in proto.graph.node
+            if n.op_type == "MatMul" and n.input[1] in {w.name for w in proto.graph.initializer}
+        ][1]
+        weight = next(w for w in proto.graph.initializer if w.name == node.input[1])
+        values = onnx.numpy_helper.to_array(weight).copy()
+        values[0] = 1e4
+        weight.CopyFrom(onnx.numpy_helper.from_array(values, weight.name))
+        spoilt.append(node.name)
+        return proto
+
+    spoilt: list[str] = []
+    monkeypatch.setattr(quantize, "to_onnx", spoil)
+    seen: list[list[str]] = []
+    write = quantize._Onnx.write
+    monkeypatch.setattr(
+        quantize._Onnx, "write", lambda self, path, kept: (seen.append(list(kept)), write(self, path, kept))[1]
+    )
+    with pytest.raises(ValueError, match=r"not written: top1 on 37 labelled images: fp32 .* more than the 0\.5 points"):
+        export(classifier_run, tmp_path / "m.onnx", precision="int8", data=tiny_data(), keep_layers=1)
+    assert seen == [[spoilt[0]]]
+    assert not (tmp_path / "m.onnx").exists()
+
+
+def test_bad_input(classifier_run: Path, tmp_path: Path) -> None:
+    data = tiny_data()
+    empty = DatasetSplits("no labels", data.train, tiny_data(val=0).val, data.classes)
+    with pytest.raises(ValueError, match=r"no labels has no validation images with labels to measure the accuracy"):
+        export(classifier_run, tmp_path / "m.onnx", precision="int8", data=empty)
+    text = call("export", classifier_run, "-o", tmp_path / "m.onnx", "--precision", "int8", "--data", tmp_path, code=1)
+    assert str(tmp_path) in text
+    assert not np.any([path.suffix == ".onnx" for path in tmp_path.iterdir()])

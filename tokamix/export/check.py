@@ -1,0 +1,94 @@
+"""The check after writing: an exported file must give what PyTorch gives, at every size and batch that it takes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokamix.export.graph import Graph, Size
+from tokamix.runtimes import load_exported
+
+# relative RMSE of an output against float32 in PyTorch; int8 is judged by its accuracy on labelled images
+TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2, "int8": 1.0}
+SAME_IOU, SAME_SCORE, SAME_DETECTIONS = 0.95, 1e-2, 0.98  # two detections are one; the fraction that must be found
+
+
+class Difference(NamedTuple):
+    """One comparison of a file with PyTorch."""
+
+    size: Size
+    batch: int
+    error: float  # the largest relative RMSE of an output; of a detector, the fraction of detections that differ
+
+
+def check_file(path: Path, exact: Graph, cases: Sequence[tuple[Size, int]], precision: str) -> list[Difference]:
+    """Run a file in its runtime on random images and compare it with the graph in float32.
+
+    Raises ValueError if it differs, or cannot take a size or batch that it claims.
+
+    Args:
+        path: of the file.
+        exact: the graph in float32.
+        cases: sizes and batches to try.
+        precision: of the file.
+    """
+    model = load_exported(path)
+    generator = torch.random.fork_rng()
+    with generator, torch.no_grad():
+        torch.manual_seed(0)
+        differences = []
+        for size, batch in cases:
+            images, label = exact.example(size, batch), f"{batch} image{'s'[: batch > 1]} of {size[0]}x{size[1]}"
+            expected = exact(images)
+            try:
+                actual = [torch.as_tensor(value) for value in model.run(images)]
+            except Exception as error:  # whatever the runtime raises, the file is not good
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                raise ValueError(
+                    f"not written: the exported file claims to take {label}, but fails: {reason}"
+                ) from None
+            difference = _compare(expected, actual, exact.task)
+            limit = 1 - SAME_DETECTIONS if exact.task == "detect" else TOLERANCE[precision]
+            if not difference <= limit:
+                raise ValueError(
+                    f"not written: the exported file differs from PyTorch for {label}, by {difference:.1e} (relative),"
+                    f" over the limit of {limit:.0e} for {precision}"
+                )
+            differences.append(Difference(size, batch, difference))
+    return differences
+
+
+def _compare(expected: Sequence[Tensor], actual: Sequence[Tensor], task: str) -> float:
+    if len(expected) != len(actual) or any(a.shape != e.shape for a, e in zip(actual, expected, strict=True)):
+        return float("inf")
+    if task == "detect":
+        return _detections_differ(expected, actual)
+    # integers are classes, which follow from the logits
+    pairs = [(a, e) for a, e in zip(actual, expected, strict=True) if e.is_floating_point()]
+    return max(_relative_rmse(a.double(), e.double()) for a, e in pairs)
+
+
+def _relative_rmse(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm().clamp_min(1e-12))
+
+
+def _detections_differ(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> float:
+    """The fraction of detections without a counterpart, apart from those whose scores are almost the lowest.
+
+    Sorted by nearly equal scores, two lists may differ in order, and in what their end cuts off.
+    """
+    from torchvision.ops import box_iou
+
+    missing = total = 0
+    for first, second in ((expected, actual), (actual, expected)):
+        for boxes, labels, scores, others, other_labels, other_scores in zip(*first[:3], *second[:3], strict=True):
+            lowest = scores[scores > 0].min() + 0.01 * scores.max() if (scores > 0).any() else scores.new_tensor(1.0)
+            sure = scores > lowest
+            same = box_iou(boxes[sure], others) > SAME_IOU
+            same &= labels[sure, None] == other_labels
+            same &= (scores[sure, None] - other_scores).abs() < SAME_SCORE
+            total += int(sure.sum())
+            missing += int((~same.any(1)).sum())
+    return missing / max(total, 1)

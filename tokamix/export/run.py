@@ -1,0 +1,226 @@
+"""`export`: write a trained model for a runtime, and check the file before it gets its name."""
+
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+
+import tokamix
+from tokamix.cost import exp_nodes
+from tokamix.export.check import Difference, check_file
+from tokamix.export.graph import Graph, Size, create_graph
+from tokamix.export.sizes import checked_cases, choose_batch, choose_size, find_multiple, set_size, traced_size
+from tokamix.export.write import OPSETS, PRECISIONS, SUFFIX, WRITERS, move, quiet, written_files
+from tokamix.files import WriteError
+from tokamix.inference import InferenceConfig, load_model
+
+Target = Literal["onnx", "openvino", "torch-export", "aoti", "executorch"]
+
+
+@dataclass
+class ExportReport:
+    """What an export wrote, and how it was checked."""
+
+    path: Path
+    target: str
+    precision: str
+    size: Size | None  # None: any
+    batch: int | None  # None: any
+    checks: list[Difference]
+    megabytes: float
+    seconds: float
+    nodes: int | None = None  # of an ONNX graph
+    metrics: dict[str, float] = field(default_factory=dict)  # of int8 on labelled data
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """Describe the export in a few lines."""
+        size = "any size" if self.size is None else f"{self.size[0]}x{self.size[1]}"
+        batch = "any batch" if self.batch is None else f"batch {self.batch}"
+        graph = f", {self.nodes:,} nodes" if self.nodes else ""
+        tried = ", ".join(f"{d.batch} x {d.size[0]}x{d.size[1]}: {d.error:.0e}" for d in self.checks)
+        return [
+            f"{self.path}: {self.target}, {self.precision}, {size}, {batch}, {self.megabytes:.1f} MB{graph}"
+            f" ({self.seconds:.0f} s)",
+            f"checked against PyTorch, relative difference: {tried}",
+            *self.notes,
+        ]
+
+
+def export(
+    source: str | Path | nn.Module,
+    output: str | Path | None = None,
+    *,
+    to: Target = "onnx",
+    size: int | Size | Literal["dynamic"] | None = None,
+    batch: int | Literal["dynamic"] | None = None,
+    precision: Literal["fp32", "fp16", "bf16", "int8"] = "fp32",
+    preprocessing: bool = False,
+    features: bool = False,
+    opset: int = 20,
+    model: str | None = None,
+    config: InferenceConfig | None = None,
+    data: Any = None,
+    keep_layers: int | None = None,
+    max_drop: float = 0.5,
+    attention: bool = False,
+) -> ExportReport:
+    """Export a trained model and compare the file with PyTorch at several sizes and batches.
+
+    A file that differs, or that fails at a size it claims to take, is not written. The preprocessing, class names and
+    test-time options are in the file's metadata, so that `tokamix.predict` and `tokamix.evaluate` take it as a source.
+
+    Args:
+        source: see `tokamix.inference.load_model`; or a model as a module.
+        output: the file to write; default: the model's name in the current folder.
+        to: "onnx", "openvino" (.xml and .bin), "torch-export" (.pt2), "aoti" (AOTInductor, .pt2, for this kind of
+            machine) or "executorch" (.pte).
+        size: side of the images or (height, width), or "dynamic" for any; default: a classifier's own, otherwise any.
+        batch: images of one call, or "dynamic"; default: 1, and any for a classifier or segmenter of dynamic size.
+        precision: of weights and activations. "bf16" is for OpenVINO, torch.export and AOTInductor.
+        preprocessing: the graph takes uint8 images (B, H, W, 3), normalises them, and returns classes as well.
+        features: export the feature maps of a classifier's backbone instead of its logits.
+        opset: version of the ONNX operators.
+        model: name of the architecture, for a checkpoint file.
+        config: preprocessing and class names of a module; default: those of its `pretrained_cfg`.
+        data: images for int8: a data set for `tokamix.create_dataset`, or `DatasetSplits`. It calibrates on the
+            training split and measures the accuracy on the validation split.
+        keep_layers: number of the most sensitive layers that int8 leaves in fp32; default: as few as `max_drop` needs.
+        max_drop: points of top-1 accuracy that int8 may lose.
+        attention: int8 for products of two activations in ONNX files too, as in attention; OpenVINO always does it.
+    """
+    _check_options(to, precision, opset, data)
+    start = time.perf_counter()
+    if isinstance(source, nn.Module):
+        network, config = source, config or InferenceConfig.from_model(source)
+    else:
+        network, config = load_model(source, model=model)
+    path = _output_path(output, source, to)
+    shape = choose_size(size, config)
+    count = choose_batch(batch, shape, config)
+    config = config if shape is None else set_size(config, shape)
+    exact = create_graph(network, config, preprocessing, features, "fp32")
+    multiple = 1 if shape is not None else find_multiple(exact, config)
+    graph = exact
+    if precision in ("fp16", "bf16") and to != "openvino":  # OpenVINO converts at load
+        graph = create_graph(network, config, preprocessing, features, precision)
+
+    def retrace(graph: Graph) -> ExportedProgram:
+        return trace(graph, shape, count, config, type(network).__name__)
+
+    program = retrace(graph)
+    metadata: dict[str, Any] = {
+        "tokamix": tokamix.__version__,
+        "model": getattr(network, "pretrained_cfg", {}).get("architecture", type(network).__name__),
+        "inference": config.to_dict(),
+        "input": "uint8" if preprocessing else "float32",
+        "size": None if shape is None else list(shape),
+        "multiple": multiple,
+        "batch": count,
+        "outputs": graph.names(_run_once(exact, shape, config)),
+        "features": features,
+        "precision": precision,
+    }
+    report = ExportReport(path, to, precision, shape, count, [], 0.0, 0.0)
+    folder = _temporary_folder(path)
+    try:
+        file = folder / path.name
+        if precision == "int8":
+            from tokamix.export.quantize import write_int8
+
+            int8 = write_int8(
+                program, file, metadata, to, opset, exact, data, keep_layers, max_drop, attention, retrace
+            )
+            report.notes.append(str(int8))
+            report.metrics = {"fp32": int8.fp32, "int8": int8.int8, "drop": int8.drop, "kept": len(int8.kept)}
+        else:
+            WRITERS[to](program, file, metadata, opset)
+        report.checks = check_file(file, exact, checked_cases(shape, count, config, multiple), precision)
+        report.megabytes = sum(part.stat().st_size for part in written_files(file)) / 1e6
+        if file.suffix == ".onnx":
+            report.nodes = _count_nodes(file)
+            report.notes.append(_describe_exp(file))
+        move(file, path)
+    except OSError as error:
+        raise WriteError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def trace(graph: Graph, size: Size | None, batch: int | None, config: InferenceConfig, name: str) -> ExportedProgram:
+    """Trace a graph with torch.export; sizes and batches of None stay symbolic."""
+    # from a size that is neither square nor the model's own, and a batch of 2: what equals a constant is specialised
+    example = graph.example(size or traced_size(config), batch or 2)
+    axes = (1, 2) if graph.preprocessing else (2, 3)
+    dynamic: dict[int, Any] = {} if batch else {0: Dim.AUTO}
+    if size is None:
+        dynamic |= dict.fromkeys(axes, Dim.AUTO)
+    try:
+        with torch.no_grad(), quiet():
+            program = torch.export.export(graph, (example,), dynamic_shapes=(dynamic,) if dynamic else None)
+    except (RuntimeError, ValueError, AssertionError, TypeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{name} cannot be traced: {reason}") from error
+    shape = next(node.meta["val"] for node in program.graph.nodes if node.name == "images").shape
+    if fixed := [shape[axis] for axis in dynamic if not isinstance(shape[axis], torch.SymInt)]:
+        raise ValueError(f"{name} cannot be exported with a free size or batch: one of them is fixed to {fixed[0]}")
+    return program
+
+
+def _check_options(to: str, precision: str, opset: int, data: Any) -> None:
+    if to not in SUFFIX:
+        raise ValueError(f"cannot export to {to!r}; choose one of {', '.join(SUFFIX)}")
+    if precision not in PRECISIONS[to]:
+        raise ValueError(f"{to} files cannot be {precision}; choose one of {', '.join(PRECISIONS[to])}")
+    if opset not in OPSETS:
+        raise ValueError(f"opset {opset} is not supported; choose {OPSETS.start} to {OPSETS.stop - 1}")
+    if precision == "int8" and data is None:
+        raise ValueError("int8 needs images to calibrate on and to measure the accuracy; name a data set with --data")
+    if precision != "int8" and data is not None:
+        raise ValueError(f"--data is for --precision int8, got {precision}; leave it out")
+
+
+def _output_path(output: str | Path | None, source: Any, to: str) -> Path:
+    suffix = SUFFIX[to]
+    if output is None:
+        name = type(source).__name__.lower() if isinstance(source, nn.Module) else Path(str(source)).name
+        name = name.rpartition(":")[2] or "model"
+        return Path(name if name.endswith(suffix) else f"{name}{suffix}")
+    path = Path(output)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file that ends with {suffix}")
+    if path.suffix != suffix:
+        raise ValueError(f"a file for {to} ends with {suffix}, got {path.name}")
+    return path
+
+
+def _temporary_folder(path: Path) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=".export-", dir=path.parent))
+    except OSError as error:
+        raise WriteError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _run_once(graph: Graph, size: Size | None, config: InferenceConfig) -> Any:
+    with torch.no_grad():
+        return graph(graph.example(size or traced_size(config), 1))
+
+
+def _count_nodes(path: Path) -> int:
+    import onnx
+
+    return len(onnx.load(str(path), load_external_data=False).graph.node)
+
+
+def _describe_exp(path: Path) -> str:
+    exps, roots = (", ".join(f"{n} {name}" for name, n in counts.items()) or "none" for counts in exp_nodes(path))
+    return f"nodes that evaluate exp: {exps}; square roots: {roots}"

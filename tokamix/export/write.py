@@ -1,0 +1,164 @@
+"""Writers of the export targets, each from a traced program to a file."""
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.export import ExportedProgram
+
+from tokamix.runtimes import METADATA_KEY, require
+
+SUFFIX = {"onnx": ".onnx", "openvino": ".xml", "torch-export": ".pt2", "aoti": ".pt2", "executorch": ".pte"}
+PRECISIONS = {
+    "onnx": ("fp32", "fp16", "int8"),
+    "openvino": ("fp32", "fp16", "bf16", "int8"),
+    "torch-export": ("fp32", "fp16", "bf16", "int8"),
+    "aoti": ("fp32", "bf16"),
+    "executorch": ("fp32",),
+}
+OPSETS = range(18, 24)
+FOLDED_VALUES = 2**24  # the largest constant that is computed while exporting
+Metadata = dict[str, Any]
+_translated: WeakKeyDictionary[ExportedProgram, Any] = WeakKeyDictionary()
+
+
+def write_onnx(program: ExportedProgram, path: Path, metadata: Metadata, opset: int) -> None:
+    """Write an ONNX file with its weights inside."""
+    proto = to_onnx(program, metadata["outputs"], opset)
+    add_metadata(proto, metadata)
+    require("onnx", "export to ONNX").save(proto, str(path))
+
+
+def to_onnx(program: ExportedProgram, outputs: Sequence[str], opset: int) -> Any:
+    """Translate a program to ONNX and compute everything that depends on weights alone."""
+    require("onnxscript", "export to ONNX")
+    from onnxscript import optimizer
+
+    if program in _translated:  # int8 needs the fp32 file as well
+        return _translated[program]
+
+    with quiet(), _translation_errors():
+        exported: Any = torch.onnx.export(
+            program,
+            (),
+            input_names=["images"],
+            output_names=list(outputs),
+            opset_version=opset,
+            dynamo=True,
+            verbose=False,
+        )
+        # banks and position tables of a fixed size, which are larger than the exporter folds by itself
+        optimizer.optimize_ir(exported.model, input_size_limit=FOLDED_VALUES, output_size_limit=FOLDED_VALUES)
+        proto = exported.model_proto
+    del proto.graph.value_info[:]  # some are wrong after folding, and quantisers believe them
+    _translated[program] = proto
+    return proto
+
+
+@contextmanager
+def _translation_errors() -> Iterator[None]:
+    """Say in one sentence what torch.onnx explains in a page."""
+    try:
+        yield
+    except torch.onnx.errors.OnnxExporterError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0][:300]
+        raise ValueError(f"the model cannot be translated to ONNX: {reason}") from error
+
+
+def add_metadata(proto: Any, metadata: Metadata) -> None:
+    """Store the metadata in an ONNX model."""
+    kept = [entry for entry in proto.metadata_props if entry.key != METADATA_KEY]
+    del proto.metadata_props[:]
+    proto.metadata_props.extend(kept)
+    entry = proto.metadata_props.add()
+    entry.key, entry.value = METADATA_KEY, json.dumps(metadata)
+
+
+def write_openvino(program: ExportedProgram, path: Path, metadata: Metadata, opset: int) -> None:
+    """Write OpenVINO's .xml file and its weights, a .bin file beside it."""
+    save_openvino(to_openvino(program, metadata["outputs"], opset), path, metadata)
+
+
+def to_openvino(program: ExportedProgram, outputs: Sequence[str], opset: int) -> Any:
+    """Translate a program to OpenVINO, by way of ONNX: OpenVINO's own reader of programs lacks operators."""
+    openvino = require("openvino", "export to OpenVINO")
+    proto = to_onnx(program, outputs, opset)
+    with quiet():
+        return openvino.Core().read_model(proto.SerializeToString())
+
+
+def save_openvino(model: Any, path: Path, metadata: Metadata) -> None:
+    """Save an OpenVINO model with its metadata."""
+    model.set_rt_info(json.dumps(metadata), [METADATA_KEY])
+    require("openvino", "export to OpenVINO").save_model(
+        model, str(path), compress_to_fp16=metadata["precision"] == "fp16"
+    )
+
+
+def write_torch_export(program: ExportedProgram, path: Path, metadata: Metadata, opset: int) -> None:
+    """Write torch.export's archive."""
+    torch.export.save(program, path, extra_files={METADATA_KEY: json.dumps(metadata)})
+
+
+def write_aoti(program: ExportedProgram, path: Path, metadata: Metadata, opset: int) -> None:
+    """Compile a program with AOTInductor, for this machine's kind of CPU or GPU."""
+    options = {"aot_inductor.metadata": {METADATA_KEY: json.dumps(metadata)}}
+    with quiet():
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+
+
+def write_executorch(program: ExportedProgram, path: Path, metadata: Metadata, opset: int) -> None:
+    """Write an ExecuTorch program for the XNNPACK CPU library, and its metadata, a .json file beside it."""
+    require("executorch.exir", "export to ExecuTorch")
+    with quiet():
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+        from executorch.exir import to_edge_transform_and_lower
+
+        lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()]).to_executorch()
+    path.write_bytes(lowered.buffer)
+    path.with_suffix(".json").write_text(json.dumps(metadata))
+
+
+WRITERS: dict[str, Callable[[ExportedProgram, Path, Metadata, int], None]] = {
+    "onnx": write_onnx,
+    "openvino": write_openvino,
+    "torch-export": write_torch_export,
+    "aoti": write_aoti,
+    "executorch": write_executorch,
+}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the progress lines and deprecation warnings of exporters."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def written_files(path: Path) -> list[Path]:
+    """The files of an export: the model, and what stands beside it."""
+    beside = {".xml": ".bin", ".pte": ".json"}.get(path.suffix)
+    return [path, *([path.with_suffix(beside)] if beside else [])]
+
+
+def move(source: Path, target: Path) -> None:
+    """Move the files of an export into place, weights first, so that a complete model appears at once."""
+    for part in reversed(written_files(source)):
+        os.replace(part, target.with_suffix(part.suffix))
