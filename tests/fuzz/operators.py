@@ -174,7 +174,9 @@ def weight_mixing(draw: Draw) -> Case:
     bank = draw.values(entries, table) if draw.chance(0.6) else draw.values(entries, pairs, pairs)
     tokens = grid[0] * grid[1]
     tensors = [draw.values(batch, tokens, heads, dim), draw.values(batch, tokens, entries, heads), bank]
-    return Case("bank_mixing", ops.bank_mixing, tensors, options)
+    # one or two normalised weights are signs: all terms of their gradients cancel
+    many = pairs > 2 or options["activation"] not in ("l2", "layernorm")
+    return Case("bank_mixing", ops.bank_mixing, tensors, options, differentiable=many)
 
 
 def context(draw: Draw) -> Case:
@@ -298,7 +300,7 @@ def check_values(case: Case, draw: Draw, dtype: torch.dtype, kernels: bool) -> N
         if not i:  # terms of a sum may cancel
             bound += 8 * eps * terms.square().mean().sqrt()
         else:  # terms of a gradient too, as where the output does not depend on the length of an input
-            bound += 8 * eps * expected[0].norm() * expected[0].numel() ** 0.5 / exact[i - 1].norm().clamp_min(1e-30)
+            bound += 16 * eps * expected[0].norm() * expected[0].numel() ** 0.5 / exact[i - 1].norm().clamp_min(1e-30)
         error = (a.double() - e).square().mean().sqrt()
         if not error <= bound:
             raise Wrong(f"{what}: differs by {error:.2e} of {scale:.2e}, allowed {bound:.2e}")
@@ -376,6 +378,8 @@ def check_damaged(case: Case) -> str:
     exact = [t.double() for t in tensors]
     with torch.no_grad():
         expected = case.function(*exact, **eager)
+    if out.is_floating_point() and out.numel() and expected.abs().max() > torch.finfo(out.dtype).max / 4:
+        return "result"
     if out.shape != expected.shape or (out.numel() and relative_rmse(out, expected) > 0.05 and expected.norm() > 1e-3):
         raise Wrong(f"{kind} in {case}: a result that float64 does not have")
     return "result"
