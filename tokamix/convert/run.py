@@ -223,7 +223,9 @@ def _fine_tune_recipe(recipe: Recipe, epochs: int, teacher: str) -> Recipe:
     lr = {"lr": recipe.lr * FINE_TUNE_LR, "min_lr": min(recipe.min_lr, recipe.peak_lr * FINE_TUNE_LR)}
     taught = {"teacher": teacher, "distillation": "none" if teacher == "none" else "soft", "finetune": False}
     run = {"eval_every": max(1, epochs // 5), "milestones": (), "drop_path_later": {}}
-    kind = {"schedule": "cosine" if recipe.schedule == "step" else recipe.schedule}
+    kind: dict[str, Any] = {"schedule": "cosine" if recipe.schedule == "step" else recipe.schedule}
+    if recipe.ema_half_life:
+        kind["ema_half_life"] = recipe.ema_half_life * epochs / recipe.epochs
     return recipe.replace(name=f"{recipe.name}_converted", **schedule, **lr, **taught, **run, **kind)
 
 
