@@ -15,7 +15,8 @@ from PIL import Image
 
 import tokamix
 from tests.command import call
-from tokamix.embed import FeatureIndex, embed, find_neighbours
+from tokamix.data import create_dataset
+from tokamix.embed import FeatureIndex, embed, find_neighbours, neighbours
 from tokamix.embed import run as embed_run
 from tokamix.inference import load_model
 
@@ -95,6 +96,15 @@ def test_shards_of_tar_files_and_packs(classifier_run: Path, tmp_path: Path) -> 
     assert Image.open(tmp_path / "sheet.png").width > 4 * 180
     val = embed(classifier_run, source, tmp_path / "val", split="val", device="cpu")
     assert val.sizes == [2]
+
+
+def test_splits_with_the_same_names() -> None:
+    """Arrays call their images by number in each split; the sheet shows the right ones."""
+    splits = create_dataset("digits")
+    assert [prefix for prefix, _ in embed_run.open_splits("digits", "all")] == ["train/", "val/"]
+    found = neighbours._read_images("digits", "all", ["train/image 3", "val/image 3"])
+    for part, dataset in (("train", splits.train), ("val", splits.val)):
+        assert np.array_equal(np.asarray(found[f"{part}/image 3"]), dataset.images[3, 0].numpy())
 
 
 def test_images_that_cannot_be_decoded(classifier_run: Path, photos: Path, tmp_path: Path) -> None:

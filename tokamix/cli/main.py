@@ -19,6 +19,7 @@ from tokamix.cli.export import export
 from tokamix.cli.info import info
 from tokamix.cli.models import models
 from tokamix.cli.neighbours import neighbours
+from tokamix.cli.pick import pick
 from tokamix.cli.predict import predict
 from tokamix.cli.probe import probe
 from tokamix.cli.recipes import recipes
@@ -61,6 +62,7 @@ for name, command in (
     ("demo", demo),
     ("study", study),
     ("bench", bench),
+    ("pick", pick),
     ("info", info),
 ):
     app.command(name)(command)

@@ -100,7 +100,7 @@ def convert(
     bench = _Bench(splits, recipe, config, where, workers)
     original.to(where)
     result = Conversion(Path(output), _describe(model), to, splits.name, _device_name(where), epochs=plan)
-    options = {"mixer_kwargs": dict(mixer_kwargs)} if mixer_kwargs else {}
+    options: dict[str, Any] = {"mixer_kwargs": dict(mixer_kwargs)} if mixer_kwargs else {}
 
     result.accuracy["original"] = bench.accuracy(original)
     images = list(bench.calibration_batches(calibration_images))
@@ -208,7 +208,14 @@ def _plan_epochs(recipe: Recipe, epochs: int | None, transfer: int | None, model
 
 def _transfer_recipe(recipe: Recipe, epochs: int) -> Recipe:
     """Recipe of attention transfer: unmixed images, no regularisation, evaluated at the end."""
-    off = {"mixup": 0.0, "cutmix": 0.0, "ema": None, "ema_half_life": None, "drop_path_later": {}, "weight_decay": 0.0}
+    off: dict[str, Any] = {
+        "mixup": 0.0,
+        "cutmix": 0.0,
+        "ema": None,
+        "ema_half_life": None,
+        "drop_path_later": {},
+        "weight_decay": 0.0,
+    }
     schedule = {"epochs": epochs, "warmup_epochs": round(0.1 * epochs, 4), "warmup_iterations": None}
     lr = {"lr": recipe.lr * TRANSFER_LR, "min_lr": min(recipe.min_lr, recipe.peak_lr * TRANSFER_LR)}
     teacher = {"teacher": None, "distillation": "none", "finetune": False}
@@ -223,7 +230,9 @@ def _fine_tune_recipe(recipe: Recipe, epochs: int, teacher: str) -> Recipe:
     lr = {"lr": recipe.lr * FINE_TUNE_LR, "min_lr": min(recipe.min_lr, recipe.peak_lr * FINE_TUNE_LR)}
     taught = {"teacher": teacher, "distillation": "none" if teacher == "none" else "soft", "finetune": False}
     run = {"eval_every": max(1, epochs // 5), "milestones": (), "drop_path_later": {}}
-    kind = {"schedule": "cosine" if recipe.schedule == "step" else recipe.schedule}
+    kind: dict[str, Any] = {"schedule": "cosine" if recipe.schedule == "step" else recipe.schedule}
+    if recipe.ema_half_life:
+        kind["ema_half_life"] = recipe.ema_half_life * epochs / recipe.epochs
     return recipe.replace(name=f"{recipe.name}_converted", **schedule, **lr, **taught, **run, **kind)
 
 

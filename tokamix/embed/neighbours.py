@@ -9,10 +9,11 @@ from PIL import Image
 from torch import nn
 from torchvision.transforms.functional import to_pil_image
 
-from tokamix.data import ImageStream, create_dataset, decode_image
+from tokamix.data import ImageStream, decode_image
 from tokamix.data.images.transforms import create_eval_transform
 from tokamix.embed.features import FeatureExtractor
 from tokamix.embed.index import FeatureIndex, fingerprint
+from tokamix.embed.run import open_splits
 from tokamix.files import write_atomically
 from tokamix.inference import InferenceConfig, autocast, choose_device, evaluation_mode, load_model
 from tokamix.predict.draw import GREY, INK, captioned_sheet
@@ -83,15 +84,15 @@ def _read_images(data: str, split: str | None, names: Iterable[str]) -> dict[str
     """Images of the data of an index by their names."""
     if split is None:
         return {name: decode_image(Path(data) / name) for name in names}
-    splits, wanted = create_dataset(data), set(names)
+    wanted = set(names)
     found: dict[str, Image.Image] = {}
-    for dataset in (splits.train, splits.val):
+    for prefix, dataset in open_splits(data, split):
         if isinstance(dataset, ImageStream):
             items = dataset.read(0, 0, 0, 1, shuffle=False)
             matches = ((item.name, dataset.decode(item)[0]) for item in items if item.name in wanted)
         else:
-            numbers = (i for i in range(len(dataset)) if dataset.name_of(i) in wanted)
-            matches = ((dataset.name_of(i), dataset.image(i)) for i in numbers)
+            numbers = (i for i in range(len(dataset)) if prefix + dataset.name_of(i) in wanted)
+            matches = ((prefix + dataset.name_of(i), dataset.image(i)) for i in numbers)
         for name, image in matches:
             found[name] = image if isinstance(image, Image.Image) else to_pil_image(image)
     if missing := wanted - found.keys():

@@ -107,7 +107,8 @@ def embed(
     chosen: str = precision or read_precision(source)
     chosen = "fp32" if precision is None and chosen == "fp16" and where.type == "cpu" else chosen
     name = normalize_source(data)
-    parts, labels = _open_parts(name, split, shard_size)
+    opened = open_splits(name, split)
+    parts = [(prefix, part) for prefix, dataset in opened for part in _split_into_shards(dataset, shard_size)]
     folder = Path(output)
     settings: Settings = {
         "format": FORMAT,
@@ -120,11 +121,11 @@ def embed(
         "inference": config.to_dict(),
         "data": name,
         "split": None if Path(name).is_dir() else split,
-        "labels": labels,
+        "labels": not Path(name).is_dir(),
         "dtype": dtype,
         "file_format": file_format,
         "shards": len(parts),
-        "images": sum(map(len, parts)),
+        "images": sum(len(dataset) for _, dataset in opened),
     }
     rank, world_size = rank_and_world_size()
     with torch.no_grad(), evaluation_mode(extractor), autocast(where, chosen):
@@ -135,15 +136,16 @@ def embed(
         dist.barrier()  # every process has read index.json before one writes it
     if rank == 0:
         write_json(folder / "index.json", settings, indent=2)
-    mine = [(shard, part) for shard, part in enumerate(parts) if shard % world_size == rank]
-    done, total = 0, sum(len(part) for _, part in mine)
-    for shard, part in mine:
+    mine = [(shard, *part) for shard, part in enumerate(parts) if shard % world_size == rank]
+    done, total = 0, sum(len(part) for *_, part in mine)
+    for shard, prefix, part in mine:
         if not shard_path(folder, shard, settings).is_file():
             loader = _create_loader(part, config, batch_size, where, workers, corrupt)
             with autocast(where, chosen):
                 features, paths, answers = _embed_part(extractor, loader, _shifted(on_images, done, total))
             if Path(name).is_dir():
                 paths = [str(Path(path).relative_to(name)) for path in paths]
+            paths = [prefix + path for path in paths]
             stored = features.to(DTYPES[dtype]) if len(features) else torch.zeros(0, settings["dimensions"])
             write_shard(folder, shard, stored, paths, answers, settings)
         done += len(part)
@@ -182,33 +184,32 @@ class NamedLoader(ImageLoader):
         return *super().to_device(epoch, step, images, labels), names
 
 
-def _open_parts(name: str, split: str, shard_size: int) -> tuple[list[ImageDataset | ImageStream], bool]:
-    """The images of each shard, and whether they have labels."""
+def open_splits(name: str, split: str) -> list[tuple[str, ImageDataset | ImageStream]]:
+    """The data sets to embed, each with a prefix for the names of its images: two splits may use the same names."""
     if split not in ("all", "train", "val"):
         raise ValueError(f"split is {split!r}, but must be all, train or val")
     if Path(name).is_dir():
         files = list_images(Path(name))
-        whole: list[Any] = [FileDataset(files, [0] * len(files), ["image"])]
-    else:
-        splits = create_dataset(name)
-        whole = {"all": [splits.train, splits.val], "train": [splits.train], "val": [splits.val]}[split]
-    parts: list[Any] = []
-    for dataset in whole:
-        if isinstance(dataset, ImageStream):
-            parts += _stream_parts(dataset)
-        else:
-            starts = range(0, len(dataset), shard_size)
-            parts += [dataset.subset(range(start, min(start + shard_size, len(dataset)))) for start in starts]
-    return parts, not Path(name).is_dir()
+        return [("", FileDataset(files, [0] * len(files), ["image"]))]
+    splits = create_dataset(name)
+    chosen = {"train": splits.train, "val": splits.val}
+    return [
+        ("" if isinstance(dataset, ImageStream) else f"{key}/", dataset)
+        for key, dataset in chosen.items()
+        if split in ("all", key)
+    ]
 
 
-def _stream_parts(stream: ImageStream) -> list[ImageStream]:
-    """A stream for each shard of a stream."""
+def _split_into_shards(dataset: ImageDataset | ImageStream, shard_size: int) -> list[Any]:
+    """Parts of a data set; the shards of a stream stay as they are."""
+    if not isinstance(dataset, ImageStream):
+        starts = range(0, len(dataset), shard_size)
+        return [dataset.subset(range(start, min(start + shard_size, len(dataset)))) for start in starts]
     parts = []
-    for i, shard in enumerate(stream.shards):
-        part = copy.copy(stream)
-        part.shards, part.sizes = [shard], stream.sizes[i : i + 1]
-        part.size = stream.sizes[i] if stream.sizes else stream.size  # at most; a stream ends where it ends
+    for i, shard in enumerate(dataset.shards):
+        part = copy.copy(dataset)
+        part.shards, part.sizes = [shard], dataset.sizes[i : i + 1]
+        part.size = dataset.sizes[i] if dataset.sizes else dataset.size  # at most; a stream ends where it ends
         parts.append(part)
     return parts
 

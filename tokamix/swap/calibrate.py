@@ -26,6 +26,7 @@ OUTPUTS = ("proj", "out_proj", "refine.proj")  # names of output projections
 RIDGE = 1e-2  # of the output projection, relative to the energy of each feature; it keeps the projection at 0 features
 DAMPING = 1e-4  # of the bilinear fit
 STEPS = 8  # of conjugate gradients; more do not change the accuracy
+MATRIX_ELEMENTS = 2**26  # of the attention matrices held at a time
 Images = Tensor | Iterable[Tensor]
 
 
@@ -103,6 +104,11 @@ def _attention(host: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, (host.q_norm(q) @ host.k_norm(k).mT * scale).softmax(-1)
 
 
+def _parts(x: Tensor, num_heads: int) -> tuple[Tensor, ...]:
+    """Tokens (B, N, C) in parts whose attention matrices fit into half a gigabyte."""
+    return x.split(max(1, MATRIX_ELEMENTS // (num_heads * x.shape[1] ** 2)))
+
+
 class BilinearFit:
     """Queries and keys of SimA whose products are the best bilinear approximation of a softmax attention matrix.
 
@@ -119,14 +125,14 @@ class BilinearFit:
 
     def add(self, args: Any, kwargs: Any, output: Any) -> None:
         """Add a batch of tokens."""
-        x = args[0].flatten(1, -2)
-        q, k, attention = _attention(self.host, x)
-        if self.host.qkv.bias is not None:
-            q, k = (torch.cat([part, torch.ones_like(part[..., :1])], -1) for part in (q, k))
-        q, k = q.double(), k.double()
-        self.grams_q.append(q.mT @ q / x.shape[1])
-        self.grams_k.append(k.mT @ k / x.shape[1])
-        self.products.append(q.mT @ attention.double() @ k / x.shape[1])
+        for x in _parts(args[0].flatten(1, -2), self.host.num_heads):
+            q, k, attention = _attention(self.host, x)
+            if self.host.qkv.bias is not None:
+                q, k = (torch.cat([part, torch.ones_like(part[..., :1])], -1) for part in (q, k))
+            q, k = q.double(), k.double()
+            self.grams_q.append(q.mT @ q / x.shape[1])
+            self.grams_k.append(k.mT @ k / x.shape[1])
+            self.products.append(q.mT @ attention.double() @ k / x.shape[1])
 
     def solve(self) -> None:
         """Rewrite the projections of queries and keys."""
@@ -197,7 +203,8 @@ class BankFit:
     def add(self, args: Any, kwargs: Any, output: Any) -> None:
         """Add a batch of tokens of a grid."""
         x, (height, width) = args[0], args[1]
-        attention = _attention(self.host, x)[2].double().mean(0) * x.shape[1]  # (H, N, N)
+        parts = _parts(x, self.host.num_heads)
+        attention = sum(_attention(self.host, part)[2].sum(0).double() for part in parts) * (x.shape[1] / len(x))
         h, w = self.mixer.window
         y, x_ = (torch.arange(n, device=x.device) for n in (height, width))
         dy = (y[:, None] - y)[:, None, :, None].expand(height, width, height, width).flatten(2).flatten(0, 1)
