@@ -40,6 +40,10 @@ def plain_errors() -> Iterator[None]:
             raise
         raise typer.Exit(1) from None
     except (RuntimeError, MemoryError) as error:
+        if "DataLoader worker" in str(error):  # PyTorch raises this wherever the program is at that moment
+            text = "a data worker died, usually for want of memory; use fewer --workers or a smaller batch"
+            Console(stderr=True).print(f"[bold red]error:[/] {text}", highlight=False, soft_wrap=True)
+            raise typer.Exit(1) from None
         if not isinstance(error, MemoryError) and not any(text in str(error) for text in OUT_OF_MEMORY):
             raise
         text = "out of memory; use smaller images or a smaller batch (--image-size, --batch-size)"
