@@ -26,7 +26,18 @@ from tokamix.recipes import (
 from tokamix.recipes.tables import fill, key_rows
 
 NAMES = [name for name in list_recipes() if load_recipe(name).task == "classify"]
-OURS = {"cifar100_fast", "cifar100_pyramid", "digits", "imagenette", "shapes", "small"}
+OURS = {
+    "cifar10_fast",
+    "cifar100_fast",
+    "cifar100_nano",
+    "imagenette_nano",
+    "cifar100_pyramid",
+    "digits",
+    "finetune",
+    "imagenette",
+    "shapes",
+    "small",
+}
 ROOT = Path(__file__).parent.parent.parent
 
 # what the papers state: epochs, batch, learning rate at that batch, weight decay, drop path, printed top-1
