@@ -257,7 +257,7 @@ def test_task() -> None:
 
 
 def test_batches() -> None:
-    recipe = load_recipe("small", ["accumulate=4", "lr_per=256"])
+    recipe = load_recipe("small", ["accumulate=4", "lr_per=256", "batch_size=128"])
     assert recipe.micro_batch(2) == 16
     assert recipe.peak_lr == recipe.lr / 2
     with pytest.raises(ValueError, match=r"cannot be divided by 3 processes .* set batch_size to a multiple of 12"):

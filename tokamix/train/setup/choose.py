@@ -1,5 +1,6 @@
 """The recipe of a run that names none: by the number and size of the images, and by the weights it starts from."""
 
+import contextlib
 import math
 import statistics
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 from timm.models import get_pretrained_cfg
 
 from tokamix.data import DatasetSplits
+from tokamix.data.decode import DataError
 from tokamix.data.images.datasets import ImageDataset
 from tokamix.inference import read_config
 
@@ -88,9 +90,10 @@ def _median_side(train: Any) -> int | None:
         return None
     sides = []
     for i in range(0, len(train), max(1, len(train) // LOOKED_AT)):
-        image: Any = train.image(i)
-        sides.append(min(image.shape[-2:] if hasattr(image, "shape") else image.size))
-    return int(statistics.median(sides))
+        with contextlib.suppress(DataError):  # a damaged image: the loader deals with it
+            image: Any = train.image(i)
+            sides.append(min(image.shape[-2:] if hasattr(image, "shape") else image.size))
+    return int(statistics.median(sides)) if sides else None
 
 
 def _weights_size(model: str | None, checkpoint: str | Path | None) -> int:
