@@ -38,7 +38,8 @@ ORDER = (
         "swap",
     ),
     *("models", "checkpoint", "runtimes", "inference", "recipes", "data", "dense", "predict", "embed", "evaluate"),
-    *("train", "transfer", "explain", "export", "bench", "study", "compare", "demo", "cli", "__main__"),
+    *("train", "transfer", "probe", "explain", "export", "bench", "study", "compare", "convert"),
+    *("demo", "cli", "__main__"),
 )
 # `load_model` imports the dense models inside the function: only users of segmenters and detectors load them
 DEFERRED = {"inference.py imports tokamix.dense.saved"}
@@ -46,7 +47,8 @@ PUBLIC = {
     *("create_model", "list_models", "create_body", "create_mixer", "create_segmenter", "create_detector"),
     *("train", "evaluate", "predict", "load_recipe", "list_recipes", "create_dataset", "swap_mixer"),
     *("insert_context_broadcast", "remove_context_broadcast", "load_checkpoint", "count_macs", "count_exp"),
-    *("InferenceConfig", "compare", "evaluate_robustness", "explain", "export", "transfer"),
+    *("InferenceConfig", "compare", "evaluate_robustness", "explain", "export", "transfer", "embed", "probe"),
+    "convert",
 }
 
 

@@ -1,7 +1,9 @@
 """Records of how a model was made, in plain JSON, so that a trained model can be created again.
 
 `create_model` and `create_body` record name and arguments, `swap_mixer` and `insert_context_broadcast` their options.
-The weights alone do not show such changes: a swapped model has the parameter names of its host.
+Parameters alone do not show such changes: a swapped model has the parameter names of its host. So the record of a
+changed model is also a buffer, `tokamix_changes`, and travels with its weights: a loader that does not know it finds an
+unexpected entry and refuses, instead of loading the weights into the unchanged host.
 """
 
 import json
@@ -9,6 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 RECORD = "tokamix_construction"  # attribute of a model
+HF_NOTE = ", in a network changed by tokamix: load it with tokamix.swap.load_hf"
+MARK = "tokamix_changes"  # buffer of a changed model: the record as JSON, one number for each byte
 # arguments of `create_model` that do not describe the network; the number of classes may change after it is created
 UNRECORDED = frozenset(
     (
@@ -29,6 +33,7 @@ def record_step(model: Any, function: str, **arguments: Any) -> None:
     record = read_record(model)
     record["steps"].append({"function": function, "arguments": arguments})
     setattr(model, RECORD, record)
+    _mark(model, record)
 
 
 def read_record(model: Any) -> dict[str, Any]:
@@ -51,6 +56,7 @@ def forget_steps(model: Any, function: str) -> bool:
     changed = len(kept) < len(record["steps"])
     if changed:
         setattr(model, RECORD, record | {"steps": kept})
+        _mark(model, record | {"steps": kept})
     return changed
 
 
@@ -58,6 +64,65 @@ def forget_record(model: Any) -> None:
     """Remove the record, where the registered name of the model stands for all of it."""
     if hasattr(model, RECORD):
         delattr(model, RECORD)
+        _mark(model, {"steps": []})
+
+
+def read_mark(mark: Any) -> dict[str, Any]:
+    """The record in the buffer `tokamix_changes` of a state dict."""
+    return json.loads(bytes(mark.tolist()).decode())
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """The changes of a record in words: "swap_mixer(to='sima')"."""
+    calls = (
+        f"{step['function']}({', '.join(f'{key}={value!r}' for key, value in step['arguments'].items())})"
+        for step in record["steps"]
+    )
+    return " and ".join(calls) or "nothing"
+
+
+def _mark(model: Any, record: Mapping[str, Any]) -> None:
+    """Set or remove the buffer with the record, and its counterpart in a Hugging Face configuration."""
+    import torch
+
+    if MARK in model._buffers:
+        del model._buffers[MARK]
+    elif record["steps"]:
+        model.register_load_state_dict_pre_hook(_check_mark)
+    if record["steps"]:
+        parameter = next(model.parameters(), None)
+        device = None if parameter is None or parameter.is_meta else parameter.device
+        text = json.dumps({key: record[key] for key in ("name", "arguments", "steps")}).encode()
+        model.register_buffer(MARK, torch.tensor(list(text), dtype=torch.uint8, device=device))
+    config = getattr(model, "config", None)
+    if hasattr(config, "save_pretrained"):
+        mark_config(config, record["steps"])
+
+
+def mark_config(config: Any, steps: Any) -> None:
+    """Store changes in a configuration of transformers, or remove them.
+
+    transformers only warns of unexpected weights, but does not create a network with an unknown activation; the
+    activations of existing networks are modules already.
+    """
+    setattr(config, MARK, steps)
+    parts: tuple[Any, ...] = (config, getattr(config, "vision_config", None))
+    for part in parts:
+        if isinstance(name := getattr(part, "hidden_act", None), str):
+            part.hidden_act = name.removesuffix(HF_NOTE) + (HF_NOTE if steps else "")
+
+
+def _check_mark(model: Any, state: dict[str, Any], prefix: str, _: Any, *lists: Any) -> None:
+    """Hook before weights are loaded: those of the unchanged host fit, those of another change do not."""
+    own, given = getattr(model, MARK, None), state.get(prefix + MARK)
+    if own is None or own.is_meta:
+        return
+    if given is not None and not given.is_meta and (read_mark(given)["steps"] != read_mark(own)["steps"]):
+        lists[-1].append(
+            f"the weights are of a network changed by {describe(read_mark(given))}, this one was changed by"
+            f" {describe(read_mark(own))}"
+        )
+    state[prefix + MARK] = own
 
 
 def _as_json(arguments: dict[str, Any]) -> dict[str, Any] | None:

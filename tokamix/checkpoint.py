@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
+from tokamix._construction import MARK, describe, read_mark
 from tokamix._hub import hub_access
 
 _log = logging.getLogger("tokamix")
@@ -83,6 +84,7 @@ def load_checkpoint(
     """
     own = model.state_dict()
     state = unwrap(source if isinstance(source, Mapping) else read_checkpoint(source), use_ema)
+    state = _check_changes(state, own)
     original, state = _translate(state, model, own)
     report = LoadReport(adapted=_resized(original, state))
     _adapt_input(model, state, own, report)
@@ -113,6 +115,21 @@ def load_checkpoint(
     for name in report.fresh:
         _log.warning("%s keeps its initial values: the checkpoint has no entry of that shape", name)
     return report
+
+
+def _check_changes(state: StateDict, own: StateDict) -> StateDict:
+    """Remove the records of changes, after checking that a changed network's weights are for the same changes."""
+    mark = own.pop(MARK, None)
+    given = next((value for name, value in state.items() if name.endswith(MARK)), None)
+    if given is None:
+        return state
+    changes, present = (describe(read_mark(t)) if t is not None and not t.is_meta else "nothing" for t in (given, mark))
+    if changes != present:
+        raise MismatchError(
+            f"the checkpoint is of a network changed by {changes}, the model was changed by {present}",
+            "change the model in the same way first, or load the checkpoint's folder with tokamix.inference.load_model",
+        )
+    return {name: value for name, value in state.items() if not name.endswith(MARK)}
 
 
 def read_checkpoint(path: str | Path) -> Mapping[str, Any]:

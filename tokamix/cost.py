@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,20 +26,80 @@ EXP_OPERATORS = {
 }
 KIND_OF = {operator: kind for kind, operators in EXP_OPERATORS.items() for operator in operators}
 FUSED_ATTENTION = "_scaled_dot_product_"
+# the same in ONNX files, with ONNX Runtime's fused operators
+ONNX_EXP_OPERATORS = {
+    "softmax": ("Softmax", "LogSoftmax", "ReduceLogSumExp", "Attention", "MultiHeadAttention"),
+    "gelu": ("Gelu", "Erf", "FastGelu", "BiasGelu", "QuickGelu"),
+    "sigmoid": ("Sigmoid", "Swish", "Silu"),
+    "tanh": ("Tanh", "Mish"),
+    "exp": ("Exp", "Elu", "Selu", "Celu", "Softplus"),
+}
+ONNX_KIND_OF = {operator: kind for kind, operators in ONNX_EXP_OPERATORS.items() for operator in operators}
+ONNX_ROOTS = (
+    *("LayerNormalization", "SimplifiedLayerNormalization", "InstanceNormalization", "GroupNormalization"),
+    *("BatchNormalization", "RMSNormalization", "LpNormalization", "Sqrt", "ReduceL2"),
+)
 
 
-def count_exp(model: nn.Module, img_size: int | tuple[int, int] = 224) -> Counter[str]:
+def count_exp(model: nn.Module | str | Path, img_size: int | tuple[int, int] = 224) -> Counter[str]:
     """Count the evaluations of exp in one forward pass of one image, by kind; `.total()` is their sum.
 
     Kinds are "softmax", "gelu" (an erf or tanh each, counted as one), "sigmoid" (SiLU too), "tanh" and "exp". The model
-    is traced, so any model works; fused attention counts like its softmax, one per pair of tokens and head.
+    is traced, so any model works; fused attention counts like its softmax, one per pair of tokens and head. A path is
+    an ONNX file, whose graph is searched and run; `img_size` is for files of dynamic size.
     """
+    if isinstance(model, str | Path):
+        return _count_exp_in_onnx(Path(model), img_size)
     return _trace(model, img_size, _ExpCounter).counts
+
+
+def exp_nodes(path: str | Path) -> tuple[Counter[str], Counter[str]]:
+    """Operators of an ONNX file that evaluate exp (softmax, erf, GELU, sigmoid, tanh), and those with square roots."""
+    nodes = Counter(node.op_type for node in _read_onnx(Path(path)).graph.node)
+    roots = Counter({name: n for name, n in nodes.items() if name in ONNX_ROOTS})
+    return Counter({name: n for name, n in nodes.items() if name in ONNX_KIND_OF}), roots
 
 
 def count_macs(model: nn.Module, img_size: int | tuple[int, int] = 224) -> int:
     """Count the multiply-accumulates of one forward pass of one image: matrix products, convolutions and attention."""
     return _trace(model, img_size, _FlopCounter).flops // 2
+
+
+def _read_onnx(path: Path) -> Any:
+    if path.suffix != ".onnx":
+        raise ValueError(f"exp is counted in modules and .onnx files, got {path}")
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no ONNX file {path}")
+    try:
+        import onnx
+    except ImportError:
+        raise ImportError("counting exp in ONNX files needs onnx: pip install 'tokamix[export]'") from None
+    return onnx.load(str(path))
+
+
+def _count_exp_in_onnx(path: Path, img_size: int | tuple[int, int]) -> Counter[str]:
+    """Run the graph with its nodes of exp as outputs, whose sizes are counted."""
+    proto = _read_onnx(path)
+    found = [(ONNX_KIND_OF[node.op_type], node.output[0]) for node in proto.graph.node if node.op_type in ONNX_KIND_OF]
+    if not found:
+        return Counter()
+    import numpy as np
+    import onnx
+    import onnxruntime
+
+    own = {value.name for value in proto.graph.output}
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for _, name in found if name not in own)
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    (image,) = session.get_inputs()
+    height, width = to_2tuple(img_size)
+    free = iter([height, width] if isinstance(image.shape[0], int) else [1, height, width])
+    shape = [size if isinstance(size, int) else next(free) for size in image.shape]
+    pixels = np.zeros(shape, np.uint8 if "uint8" in image.type else np.float32)
+    values = session.run([name for _, name in found], {image.name: pixels})
+    counts: Counter[str] = Counter()
+    for (kind, _), value in zip(found, values, strict=True):
+        counts[kind] += value.size // shape[0]
+    return counts
 
 
 class _FlopCounter(TorchDispatchMode):
@@ -93,9 +154,7 @@ def _trace(model: nn.Module, img_size: int | tuple[int, int], make_mode: Callabl
     state = {name: tensor for part in (model.named_parameters(), model.named_buffers()) for name, tensor in part}
     floats = [tensor for tensor in state.values() if tensor.is_floating_point()]
     own = floats[0] if floats else torch.empty(0)
-    convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
-    channels = next((conv.in_channels for conv in convolutions), 3)
-    image = torch.zeros(1, channels, *to_2tuple(img_size), device="meta", dtype=own.dtype)
+    image = torch.zeros(1, image_channels(model), *to_2tuple(img_size), device="meta", dtype=own.dtype)
     with plain_inference(model):
         try:
             with make_mode() as mode:
@@ -109,6 +168,13 @@ def _trace(model: nn.Module, img_size: int | tuple[int, int], make_mode: Callabl
             with make_mode() as mode:
                 model(torch.zeros_like(image, device=own.device))
     return mode
+
+
+def image_channels(model: nn.Module) -> int:
+    """The channels of a model's images: those of its first convolution, unless a fixed transform precedes it."""
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    first = next((module.in_channels for module in model.modules() if isinstance(module, nn.Conv2d)), 3)
+    return first if first <= 16 else cfg.get("input_size", (first,))[0]
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from tokamix.checkpoint import MismatchError, load_checkpoint, read_checkpoint
 from tokamix.files import write_text
 from tokamix.models._registry import create_model
 from tokamix.runtimes import is_exported, load_exported
-from tokamix.swap import insert_context_broadcast, remove_context_broadcast, swap_mixer
+from tokamix.swap.changes import CHANGES, apply_changes, read_changes
 from tokamix.tasks import Task
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -40,7 +40,6 @@ SEGMENT_ONLY = ("window", "window_stride", "test_scales", "test_flip")
 CLASSIFY_ONLY = ("image_size", "crop_pct")
 UNKNOWN = "unknown"  # construction of a module that cannot be created again from config.json
 # changes of an existing model that config.json can name
-CHANGES = {change.__name__: change for change in (swap_mixer, insert_context_broadcast, remove_context_broadcast)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,6 +296,11 @@ def _load_folder(path: Path) -> tuple[Any, InferenceConfig]:
     weights = path if path.is_file() else folder / "model.safetensors"
     if path.is_dir() and not weights.is_file() and not (folder / "pytorch_model.bin").is_file():
         raise FileNotFoundError(f"{folder} has no model.safetensors; has the run finished its first evaluation?")
+    if "construction" not in values and "method" not in values and (record := read_changes(folder)):
+        # written by timm: its config.json does not know the changes, the weights do
+        arguments = record["arguments"] or values.get("model_args", {})
+        values = {**values, "construction": {**record, "arguments": arguments}}
+        weights = path if path.is_file() or weights.is_file() else folder / "pytorch_model.bin"
     config = InferenceConfig.load(folder)
     if "method" in values:  # a segmenter or detector
         from tokamix.dense.saved import create_dense_model, load_matching_weights
@@ -340,13 +344,6 @@ def create_saved_classifier(values: Mapping[str, Any]) -> Any:
     arguments = {"num_classes": values["num_classes"], **construction["arguments"]}
     network = create_model(construction["name"], pretrained_cfg=cfg, **arguments)
     return apply_changes(network, construction["steps"])
-
-
-def apply_changes(network: Any, steps: Sequence[Mapping[str, Any]]) -> Any:
-    """Repeat recorded changes, such as `swap_mixer`, on a new network."""
-    for step in steps:
-        CHANGES[step["function"]](network, **step["arguments"])
-    return network
 
 
 def _load_file(path: Path, name: str, num_classes: int | None) -> tuple[Any, InferenceConfig]:

@@ -42,13 +42,15 @@ def sweep(name: str) -> dict[str, Any] | None:
             return row
         report = tokamix.swap_mixer(model, "sima")
         row["replaced"] = len(report.replaced)
-        size = nominal_size(model)
-        left = _softmax(model, size)
+        try:
+            row["broadcast"] = len(tokamix.insert_context_broadcast(model, "cbs"))
+        except ValueError as error:
+            row["broadcast_problem"] = str(error).splitlines()[0][:200]
+        left = _softmax(model, nominal_size(model))
         if left and not report.kept:
             row["problem"] = f"{left} softmax evaluations are left"
-        row["broadcast"] = len(tokamix.insert_context_broadcast(model))
     except Exception as error:  # a row of the table
-        row["broadcast_problem" if row["replaced"] else "problem"] = str(error).splitlines()[0][:200]
+        row["problem"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
     return row
 
 

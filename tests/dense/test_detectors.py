@@ -251,6 +251,8 @@ def test_errors(detector: Detector) -> None:
     image = torch.randn(1, 3, *SIZE)
     with pytest.raises(ValueError, match=r"needs images \(B, 3, H, W\) or a list of \(3, h, w\), got no image"):
         detector([])
+    with pytest.raises(TypeError, match=r"a detector needs normalised images as a torch.Tensor, got ndarray"):
+        detector(image.numpy())
     with pytest.raises(ValueError, match=r"got \[\(1, 3, 64, 96\)\]"):
         detector([image])
     with pytest.raises(ValueError, match="got 1 images and 2 targets"):

@@ -15,6 +15,7 @@ from tests.command import call
 from tests.train.tiny import tiny_data
 from tokamix.export import ExportReport, check, export, write
 from tokamix.export.light import OnnxPredictor
+from tokamix.export.triton import write_triton_config
 from tokamix.inference import InferenceConfig, load_model
 from tokamix.predict import load_predictor
 from tokamix.runtimes import load_exported
@@ -192,3 +193,38 @@ def test_models_of_one_size_are_not_exported_as_dynamic(tmp_path: Path) -> None:
     model = tokamix.create_model("deit_tiny_patch16_224", depth=1, embed_dim=24, num_heads=1, num_classes=2).eval()
     with pytest.raises(ValueError, match=r"does not take images of other sizes .* export it with --size 224"):
         export(model, tmp_path / "m.onnx", size="dynamic")
+
+
+def test_count_exp_in_files(onnx_report: ExportReport, classifier_run: Path, tmp_path: Path) -> None:
+    """As many as tracing finds; with SimA and ReLU none are left, and LayerNorm's square roots are named."""
+    model, config = load_model(classifier_run)
+    assert tokamix.count_exp(onnx_report.path) == tokamix.count_exp(model, config.image_size)
+    assert tokamix.count_exp(onnx_report.path)["softmax"] > 0
+    assert "nodes that evaluate exp: 2 Gelu, 2 Softmax" in onnx_report.lines()[-1].replace(
+        "2 Softmax, 2 Gelu", "2 Gelu, 2 Softmax"
+    )
+    free = tokamix.create_model(
+        "deit_small_sima_relu", depth=1, embed_dim=16, num_heads=1, img_size=32, num_classes=3
+    ).eval()
+    report = export(free, tmp_path / "m.onnx", config=CONFIG, size=32)
+    assert tokamix.count_exp(report.path).total() == 0
+    assert "nodes that evaluate exp: none; square roots: 3 LayerNormalization" in report.lines()
+    with pytest.raises(FileNotFoundError, match="there is no ONNX file"):
+        tokamix.count_exp(tmp_path / "none.onnx")
+
+
+def test_triton_layout(onnx_report: ExportReport, tmp_path: Path) -> None:
+    """The config names the inputs and outputs of the file, without the batch."""
+    path = tmp_path / "photos" / "1" / "model.onnx"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(onnx_report.path.read_bytes())
+    assert write_triton_config(path).read_text().splitlines() == [
+        'name: "photos"',
+        'backend: "onnxruntime"',
+        "max_batch_size: 64",
+        'input [ { name: "images", data_type: TYPE_FP32, dims: [ 3, 8, 8 ] } ]',
+        'output [ { name: "logits", data_type: TYPE_FP32, dims: [ 4 ] } ]',
+        "dynamic_batching { max_queue_delay_microseconds: 2000 }",
+    ]
+    with pytest.raises(ValueError, match=r"Triton needs a file REPOSITORY/NAME/1/model\.onnx"):
+        write_triton_config(onnx_report.path)

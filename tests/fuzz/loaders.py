@@ -276,6 +276,8 @@ def main() -> int:
     wrong, begun = 0, time.monotonic()
     print(f"seed {options.seed}, {len(numbers):,} damaged data sets", flush=True)
     for number in numbers:
+        if number and number % 100 == 0:
+            print(f"{number:,} cases, {time.monotonic() - begun:.0f} s", flush=True)
         try:
             tally[run_forked(options.seed, number)] += 1
         except AssertionError as error:

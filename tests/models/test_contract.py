@@ -210,6 +210,8 @@ def test_bad_images(name: str, model: nn.Module) -> None:
     assert smallest.isfinite().all()
     x = images()
     x[0, 0, 0, 0] = math.nan
+    with pytest.raises(TypeError, match=r"as a torch.Tensor, got ndarray; convert an array with torch.from_numpy"):
+        model(images().numpy())
     with pytest.raises(ValueError, match="NaN or infinite"):
         model(x)
 

@@ -319,6 +319,19 @@ def test_compile_and_export(name: str, options: dict[str, object]) -> None:
     assert not [n for n in program.graph.nodes if "tokamix" in str(n.target)], "exported graphs hold plain operators"
 
 
+@pytest.mark.parametrize("name", ["deit_small_sima", "deit_tiny_distilled_cb"])
+def test_export_with_named_sizes(name: str) -> None:
+    """Exported at the native size, a DeiT with `dynamic_img_size` takes every size between the limits."""
+    model = copy.deepcopy(create(name, depth=1, dynamic_img_size=True, dynamic_img_pad=True)).eval()
+    side = {"min": 64, "max": 1024}
+    sizes = {0: torch.export.Dim("batch", min=1, max=64)}
+    sizes |= {2: torch.export.Dim("height", **side), 3: torch.export.Dim("width", **side)}
+    program = torch.export.export(model, (images(2),), dynamic_shapes=(sizes,))
+    for size in ((224, 224), (64, 96), (70, 225)):
+        x = torch.randn(3, 3, *size)
+        torch.testing.assert_close(program.module()(x), model(x), rtol=1e-4, atol=1e-5)
+
+
 def test_other_image_sizes() -> None:
     model = create("deit_small_sima", dynamic_img_size=True).eval()
     assert model(images(size=96)).isfinite().all()

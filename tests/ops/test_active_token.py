@@ -221,6 +221,8 @@ def test_bad_input() -> None:
     x = torch.zeros(1, 2, 3, 6)
     with pytest.raises(ValueError, match=r"dim 1 \(height\) or 2 \(width\), got 3"):
         active_gather(x, x, 3)
+    with pytest.raises(ValueError, match="0 channels cannot share 1 offsets over 1 axis"):
+        active_gather(torch.zeros(1, 2, 3, 0), torch.zeros(1, 2, 3, 1), 1)
     with pytest.raises(ValueError, match="6 channels cannot share 4 offsets over 1 axis"):
         active_gather(x, torch.zeros(1, 2, 3, 4), 1)
     with pytest.raises(ValueError, match="6 channels cannot share 3 offsets over 2 axes"):

@@ -44,6 +44,14 @@ def test_depthwise_conv_checks_dtypes_and_sizes() -> None:
         ops.depthwise_conv(REAL[:, :0], kernels)
 
 
+def test_gradients_of_equal_weights_in_float16() -> None:
+    """LayerNorm divides them by its eps; the product with a bank of zeros was NaN."""
+    v, policy = torch.zeros(1, 4, 2, 64).half(), torch.ones(1, 4, 5, 2).half().requires_grad_()
+    v[:, 0] = 60
+    out = ops.bank_mixing(v, policy, torch.zeros(5, 9).half(), (2, 2), activation="layernorm")
+    assert (torch.autograd.grad(out.sum() * 2, policy)[0] == 0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_gradients_of_weights_that_are_all_zero(dtype: torch.dtype) -> None:
     """With the l2 norm they were divided by 1e-12, which gave NaN in float16."""
@@ -67,5 +75,7 @@ def test_roi_align_checks_shapes_and_indices() -> None:
         ValueError, match=r"needs boxes \(N, 4\), image_index \(N,\) and level \(N,\), got \(1, 4\), \(2"
     ):
         ops.multiscale_roi_align([REAL], boxes, first.expand(2), first, 2, [4])
+    with pytest.raises(ValueError, match=r"feature maps must not be empty, got \(1, 2, 0, 4\)"):  # crashed
+        ops.multiscale_roi_align([REAL[:, :, :0]], boxes, first, first, 2, [4])
     with pytest.raises(ValueError, match=r"the same B, C and dtype, got \(1, 2, 2, 4\) .*, \(1, 1, 2, 4\)"):
         ops.multiscale_roi_align([REAL, REAL[:, :1]], boxes, first, first, 2, [4, 8])

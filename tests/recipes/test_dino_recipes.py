@@ -35,4 +35,4 @@ def test_models_exist_and_take_the_arguments(name: str) -> None:
 
 def test_schedules_scale_with_the_epochs() -> None:
     recipe = load_recipe("small_dino", ["epochs=10"])
-    assert (recipe.warmup_epochs, recipe.teacher_temp_warmup) == (1.0, 2.0)
+    assert (recipe.warmup_epochs, recipe.teacher_temp_warmup) == (1.0, 5.0)

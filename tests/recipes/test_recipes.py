@@ -32,6 +32,7 @@ OURS = {
     "cifar100_nano",
     "imagenette_nano",
     "cifar100_pyramid",
+    "convert",
     "digits",
     "finetune",
     "imagenette",

@@ -76,6 +76,11 @@ def change_inputs(model: nn.Module, paths: list[str], change: Callable[[Tensor],
     return model
 
 
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict without the record of changes."""
+    return {name: value for name, value in model.state_dict().items() if name != "tokamix_changes"}
+
+
 def submodules(model: nn.Module, pattern: str) -> list[str]:
     """Names of submodules that match a regular expression."""
     return [name for name, _ in model.named_modules() if re.search(pattern, name)]

@@ -9,7 +9,7 @@ import timm
 import torch
 from torch import nn
 
-from tests.swap.hosts import SIZE, broadcast, change_inputs, change_outputs, create, images, submodules
+from tests.swap.hosts import SIZE, broadcast, change_inputs, change_outputs, create, images, submodules, weights
 from tokamix.swap import insert_context_broadcast, remove_context_broadcast
 
 BROADCAST_HOSTS = [
@@ -37,7 +37,7 @@ def test_broadcast_in_every_host(name: str) -> None:
     assert insert_context_broadcast(model) == mlps
     torch.testing.assert_close(model(x), expected, rtol=1e-9, atol=1e-11)
     assert not torch.allclose(expected, plain)
-    torch.testing.assert_close(model.state_dict(), state)
+    torch.testing.assert_close(weights(model), state)
     assert insert_context_broadcast(model) == mlps, "a second call changes nothing"
     torch.testing.assert_close(model(x), expected, rtol=1e-9, atol=1e-11)
 
@@ -108,7 +108,7 @@ def test_scaled_broadcast_adds_only_its_scales() -> None:
     expected.load_state_dict(model.state_dict())
     insert_context_broadcast(model, "cbs")
     insert_context_broadcast(expected, "cb")
-    added = {name: value for name, value in model.state_dict().items() if name not in names}
+    added = {name: value for name, value in weights(model).items() if name not in names}
     assert [len(value) for value in added.values()] == [24, 24, 48, 48]
     assert all(re.fullmatch(r"layers\.\d\.blocks\.\d\.mlp\.broadcast_after\.scale", name) for name in added)
     torch.testing.assert_close(model.eval()(x), expected.eval()(x))

@@ -11,7 +11,7 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 import tokamix
-from tests.swap.hosts import CLASSES, HOSTS, SIZE, broadcast, change_outputs, create, images, submodules
+from tests.swap.hosts import CLASSES, HOSTS, SIZE, broadcast, change_outputs, create, images, submodules, weights
 from tokamix.swap import insert_context_broadcast, swap_mixer
 from tokamix.swap.attention import Swapped
 
@@ -104,7 +104,7 @@ def test_swapped_xcit_equals_xcit_sima() -> None:
         for tensor in [*host.parameters(), *(b for b in host.buffers() if b.is_floating_point())]:
             tensor.add_(0.1 * torch.rand_like(tensor))
     swap_mixer(host.eval())
-    state = host.state_dict()
+    state = weights(host)
     for name in [name for name in state if re.match(r"cls_attn_blocks\.\d\.attn\.q\.", name)]:
         parts = [state.pop(name.replace(".attn.q.", f".attn.{part}.")) for part in "qkv"]
         state[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat(parts)  # the authors project to all three at once

@@ -36,7 +36,7 @@ DETECT = f"{COMMON} --data shapes:32 --recipe shapes_detect --set iterations=30 
 DETECT += " --set warmup_iterations=5 --set method_kwargs.width=16"
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1"
 PATIENCE = 240.0  # seconds until a job counts as hung; a start takes a tenth of that on two busy cores
-FREE = 64  # MB of the disk that is filled
+FREE = 512  # MB of the disk that is filled
 
 Processes = list[psutil.Process]
 
@@ -51,6 +51,7 @@ class Job:
 
     def __init__(self, command: list[str], folder: Path) -> None:
         self.folder, self.log = folder, tempfile.TemporaryFile("w+")  # noqa: SIM115, closed with the job
+        self.seen: set[psutil.Process] = set()  # torchrun gives each rank a session of its own
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=self.log, stderr=self.log, start_new_session=True
@@ -58,12 +59,13 @@ class Job:
 
     def processes(self) -> Processes:
         """Everything that is left of the job, also children whose parent has died."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(ProcessLookupError, psutil.Error):
-                if os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        with suppress(psutil.Error):
+            own = psutil.Process(self.process.pid)
+            self.seen |= {own, *own.children(recursive=True)}
+        for process in list(self.seen):
+            with suppress(psutil.Error):
+                self.seen |= set(process.children(recursive=True))
+        return [process for process in self.seen if is_alive(process)]
 
     def ranks(self) -> Processes:
         """The training processes: the command itself, or the children of torchrun."""
@@ -94,10 +96,18 @@ class Job:
 
     def close(self) -> None:
         """Kill what is left."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        for process in self.processes():
+            with suppress(psutil.Error):
+                process.kill()
         self.process.wait()
         self.log.close()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process is still running, and not a zombie."""
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def kill(processes: Processes, number: int, draw: random.Random) -> bool:
@@ -110,18 +120,20 @@ def kill(processes: Processes, number: int, draw: random.Random) -> bool:
 
 def signal_group(job: Job, number: int) -> bool:
     """Send a signal to all processes, as a terminal, `timeout` and Slurm do."""
-    with suppress(ProcessLookupError):
-        os.killpg(job.process.pid, number)
-        return True
-    return False
+    for process in job.processes():
+        with suppress(psutil.Error):
+            process.send_signal(number)
+    return True
 
 
 def fill_disk(job: Job) -> bool:
     """Fill the disk of the run until the job has ended."""
     ballast = job.folder.parent / "ballast"
-    with suppress(OSError), ballast.open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
+    with ballast.open("wb", buffering=0) as file:
+        for size in (2**20, 2**12):
+            with suppress(OSError):
+                while True:
+                    file.write(bytes(size))
     job.wait(60)
     ballast.unlink()
     return True
@@ -155,7 +167,9 @@ def steps(folder: Path) -> int:
 
 def check_saved(folder: Path) -> None:
     """After a signal that the run handles, the state of its last step is saved."""
-    header = read_header(folder / "state" / "state.safetensors")
+    state = folder / "state" / "state.safetensors"
+    assert state.is_file(), "no state was saved"
+    header = read_header(state)
     saved, last = header["epoch"] * header["steps"] + header["step"], steps(folder)
     assert saved == last, f"the state of step {saved} was saved, not of step {last}"
 
@@ -174,15 +188,17 @@ def soak(command: list[str], folder: Path, seconds: float, draw: random.Random) 
                     begun = draw.random() > 0.1 and wait_for_step(job)
                     time.sleep(draw.random() * (seconds if begun else 5))
                     event = draw.choice(events)
+                    job.processes()
                     if job.process.poll() is not None:
                         break
                     if not EVENTS[event](job, draw):
                         continue
-                    left, disturbed = left - 1, True
                     yield event
                     code = job.wait(PATIENCE if "SIG" in event else 3)
-                    if "SIG" in event and begun and code:
+                    # after an elastic restart, the signal may come before the first step
+                    if "SIG" in event and begun and code and not disturbed:
                         check_saved(folder)
+                    left, disturbed = left - 1, True
                 code = job.wait(PATIENCE) if code is None else code
                 assert code is not None, f"still running after {PATIENCE:.0f} s"
                 assert code == 0 or disturbed, f"ended with exit code {code}"
@@ -197,6 +213,7 @@ def wait_for_step(job: Job) -> bool:
     """Wait until the job has trained a step; returns False if it has ended."""
     before, until = steps(job.folder), time.monotonic() + PATIENCE
     while steps(job.folder) in (0, before) and job.process.poll() is None:
+        job.processes()  # remembers them
         assert time.monotonic() < until, f"no step in {PATIENCE:.0f} s"
         time.sleep(0.1)
     return job.process.poll() is None
@@ -272,7 +289,7 @@ def main() -> int:
             folder, seconds = disk / f"run {number}", wholes[name][1]
             happened: list[str] = []
             try:
-                for event in soak(jobs[name], folder, seconds / 2, draw):
+                for event in soak(jobs[name], folder, min(seconds / 2, 6), draw):
                     happened.append(event)
                 compare(wholes[name][0], folder)
                 ends[name]["same bits"] += 1

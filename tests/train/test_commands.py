@@ -125,6 +125,12 @@ def test_errors_are_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sys.modules["tokamix.train"], "train", fill_memory)
     assert "error: out of memory; use smaller images" in call("train", "--data", "digits", *here, code=1)
 
+    def lose_worker(*args, **kwargs):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    monkeypatch.setattr(sys.modules["tokamix.train"], "train", lose_worker)
+    assert "error: a data worker died" in call("train", "--data", "digits", *here, code=1)
+
     def fail(*args, **kwargs):
         raise NotFiniteError("the loss is not finite at step 3")
 
@@ -192,7 +198,10 @@ def test_folder_with_a_damaged_image(tmp_path: Path) -> None:
     settings += " model_kwargs.dim=16 model_kwargs.depth=1 model_kwargs.num_heads=2 model_kwargs.patch_size=4"
     command = [*arguments.split(), *(word for setting in settings.split() for word in ("--set", setting))]
     assert "3.png" in call(*command, code=1)
-    assert "best top-1" in call(*command, "--corrupt", "skip")
+    out = call(*command, "--corrupt", "skip", "--set", "select=last", "--set", "ema=0.9")
+    assert "last top-1" in out.partition("epoch 1/1")[2]
+    assert "% in epoch 1 (averaged weights); the run is in" in out
+    assert "best" not in out
 
 
 def test_train_a_segmenter(tmp_path: Path) -> None:

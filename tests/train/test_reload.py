@@ -59,6 +59,7 @@ CHANGED = {
 PLAIN = {
     "by_name": vit,
     "of_timm": lambda: timm.create_model("test_resnet", num_classes=4),
+    "of_timm_with_arguments": lambda: timm.create_model("deit_tiny_cb", **VIT),
     "sima": lambda: tokamix.create_model("deit_tiny_cb", **VIT),
     "depth": lambda: tokamix.create_body("columnar_tiny", "sima", **SMALL, dim=16, depth=1, num_heads=2),
     "body_cb": lambda: tokamix.create_body(

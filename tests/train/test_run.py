@@ -215,6 +215,9 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         own = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, outputs))
         with pytest.raises(ValueError, match=rf"output has {text}, but must be \(batch, 4\)"):
             run(tmp_path / "a", network=own, model_kwargs={})
+    own = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(7, 4))
+    with pytest.raises(ValueError, match=r"the model cannot process images of shape \(2, 3, 8, 8\) \(.*\); train with"):
+        run(tmp_path / "a", network=own, model_kwargs={})
     with pytest.raises(ValueError, match="overrides need the name of a recipe"):
         run(tmp_path / "a", overrides=["lr=1"])
     with pytest.raises(ValueError, match="device is 'tpu', but must be cpu, cuda or mps"):

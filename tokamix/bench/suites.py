@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tokamix.bench import models, ops
+from tokamix.bench import models, ops, softmax
 from tokamix.mixers import list_mixers
 
 # the authors' released AMixer-T differs from the table in their paper; their speed is known for the released one
@@ -72,11 +72,19 @@ def _mixers(device: str) -> Iterator[Measurement]:
         yield f"{name} infer 224", partial(models.measure, name, device=device)
 
 
+def _softmax(device: str) -> Iterator[Measurement]:
+    """SimA's figure 1: by resolution, then by width."""
+    for side, width in (*((side, 384) for side in (14, 24, 32, 48, 64)), *((32, width) for width in (64, 192, 768))):
+        label = f"softmax {side * side} tokens, width {width}"
+        yield label, partial(softmax.measure_softmax, side, width, device)
+
+
 SUITES: dict[str, Callable[[str], Iterator[Measurement]]] = {
     "ops": lambda device: _ops(ops.model_cases, device),
     "scaling": lambda device: _ops(ops.scaling_cases, device, plain=False),
     "models": _models,
     "mixers": _mixers,
+    "softmax": _softmax,
 }
 
 

@@ -2,8 +2,9 @@
 
 import contextlib
 import logging
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -12,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from tokamix.bench.runtimes import RuntimeRow
     from tokamix.compare import Report
 
 console = Console()
@@ -38,6 +40,10 @@ def plain_errors() -> Iterator[None]:
             raise
         raise typer.Exit(1) from None
     except (RuntimeError, MemoryError) as error:
+        if "DataLoader worker" in str(error):  # PyTorch raises this wherever the program is at that moment
+            text = "a data worker died, usually for want of memory; use fewer --workers or a smaller batch"
+            Console(stderr=True).print(f"[bold red]error:[/] {text}", highlight=False, soft_wrap=True)
+            raise typer.Exit(1) from None
         if not isinstance(error, MemoryError) and not any(text in str(error) for text in OUT_OF_MEMORY):
             raise
         text = "out of memory; use smaller images or a smaller batch (--image-size, --batch-size)"
@@ -45,6 +51,29 @@ def plain_errors() -> Iterator[None]:
         if os.environ.get("TOKAMIX_TRACEBACK"):
             raise
         raise typer.Exit(1) from None
+
+
+def print_line(text: str) -> None:
+    """Print a line at once, as it is."""
+    print(text, flush=True)
+
+
+def runtime_table(rows: "Sequence[RuntimeRow]") -> Table:
+    """Latency of models in runtimes, and their cost."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("model", "runtime"):
+        table.add_column(title, no_wrap=True)
+    for title in ("size", "batch", "ms", "±", "images/s", "x eager", "GB", "J/image", "params", "MACs", "exp", "error"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        energy = "" if math.isnan(row.joules_per_image) else f"{row.joules_per_image:.3f}"
+        table.add_row(
+            *(row.model, row.runtime, str(row.size), str(row.batch), f"{row.milliseconds:.1f}", f"{row.spread:.0%}"),
+            *(f"{row.images_per_second:.0f}", "" if math.isnan(row.speedup) else f"{row.speedup:.2f}"),
+            *(f"{row.memory_gb:.2f}", energy, f"{row.parameters / 1e6:.1f} M", f"{row.macs / 1e9:.2f} G"),
+            *(f"{row.exps / 1e6:.2f} M", f"{row.error:.0e}"),
+        )
+    return table
 
 
 def print_comparison(report: "Report") -> None:

@@ -6,16 +6,31 @@ from typing import Annotated
 
 import typer
 
-from tokamix.cli._shared import plain_errors
+from tokamix.cli._shared import console, plain_errors, print_line, runtime_table
 
 
 def bench(
-    suite: Annotated[str, typer.Option(help="ops, scaling, models, mixers, or h200 for the first three.")] = "ops",
+    models: Annotated[
+        list[str] | None, typer.Argument(help="Models, ours or timm's, that are compared in several runtimes.")
+    ] = None,
+    sizes: Annotated[str, typer.Option(help="With models: sides of the images, as 224,512.")] = "224",
+    batch: Annotated[str, typer.Option(help="With models: images of one call, as 1,8.")] = "1",
+    runtime: Annotated[
+        str, typer.Option(help="With models: eager,compile,graphs,onnx,onnx-int8,openvino,openvino-bf16,openvino-int8.")
+    ] = "",
+    seconds: Annotated[float, typer.Option(min=0, help="With models: time of each size and batch.")] = 10.0,
+    suite: Annotated[
+        str, typer.Option(help="Without models: ops, scaling, models, mixers, softmax, or h200 for the first three.")
+    ] = "ops",
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the CSV files.")] = Path("results"),
     device: Annotated[str, typer.Option(help="cuda or cpu. Default: cuda if available.")] = "",
     only: Annotated[str, typer.Option(help="Measure only labels that match this regular expression.")] = "",
 ) -> None:
-    """Measure operators and models, each after a correctness check, and write CSV files."""
+    """Measure models in several runtimes, or a suite of operators and models, each after a correctness check.
+
+    The models and runtimes of one size and batch run in turn, so that the load of the machine hits all alike. Results
+    are printed and written as CSV files, those of models also as a plot.
+    """
     with plain_errors():
         import torch
 
@@ -29,6 +44,9 @@ def bench(
             raise ValueError(f"cannot measure on device {device!r}; choose cuda or cpu")
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda needs a GPU, and torch finds none; `tokamix info` shows why")
+        if models:
+            _bench_models(models, sizes, batch, runtime, device, seconds, output)
+            return
         try:
             re.compile(only)
         except re.error as error:
@@ -41,3 +59,26 @@ def bench(
         for name in names:
             path = run(name, output, device, only, lambda line: print(line, flush=True))
             print(f"wrote {path}", flush=True)
+
+
+def _bench_models(
+    names: list[str], sizes: str, batch: str, runtime: str, device: str, seconds: float, output: Path
+) -> None:
+    from tokamix.bench.runtimes import draw_rows, installed_runtimes, measure_runtimes, write_rows
+    from tokamix.bench.suites import environment
+
+    def numbers(option: str, text: str) -> list[int]:
+        parts = text.split(",")
+        if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+            raise ValueError(f"{option} is {text!r}, but must be numbers from 1 on, separated by commas")
+        return [int(part) for part in parts]
+
+    runtimes = runtime.split(",") if runtime else installed_runtimes(device)
+    print(environment(device), end="", flush=True)
+    rows = measure_runtimes(
+        names, numbers("--sizes", sizes), numbers("--batch", batch), runtimes, device, seconds, print_line
+    )
+    measured = write_rows(rows, output / "runtimes.csv")
+    console.print(runtime_table(measured))
+    draw_rows(measured, output / "runtimes.png")
+    print(f"wrote {output / 'runtimes.csv'} and {output / 'runtimes.png'}")

@@ -37,9 +37,15 @@ def export(
         int | None, typer.Option(min=0, help="sensitive layers that int8 leaves in fp32; default: as few as needed")
     ] = None,
     max_drop: Annotated[float, typer.Option(min=0, help="points of top-1 that int8 may lose")] = 0.5,
+    attention: Annotated[
+        bool, typer.Option("--int8-attention", help="int8 for the products of attention in ONNX files, too")
+    ] = False,
     model: Annotated[str | None, typer.Option(help="name of the architecture, for a checkpoint file")] = None,
     untrained: Annotated[
         bool, typer.Option("--untrained", help="SOURCE is a model name, exported with random weights to try its speed")
+    ] = False,
+    triton: Annotated[
+        bool, typer.Option("--triton", help="write config.pbtxt for Triton; -o is then REPOSITORY/NAME/1/model.onnx")
     ] = False,
     runner: Annotated[
         bool, typer.Option("--runner", help="copy run_onnx.py beside the file: prediction without PyTorch")
@@ -52,8 +58,9 @@ def export(
     """
     with plain_errors():
         shape, count = _size(size), _batch(batch)
-        if runner and to != "onnx":
-            raise ValueError(f"--runner is for ONNX files, got --to {to}")
+        for option, given in (("--runner", runner), ("--triton", triton)):
+            if given and to != "onnx":
+                raise ValueError(f"{option} is for ONNX files, got --to {to}")
         from tokamix.export import export as run
 
         network: Any = source
@@ -76,9 +83,14 @@ def export(
             data=data,
             keep_layers=keep_layers,
             max_drop=max_drop,
+            attention=attention,
         )
         for line in report.lines():
             console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if triton:
+            from tokamix.export.triton import write_triton_config
+
+            console.print(f"{write_triton_config(report.path)}: for Triton Inference Server", highlight=False)
         if runner:
             from tokamix.export import light
             from tokamix.files import write_text

@@ -10,13 +10,18 @@ import typer
 import tokamix
 from tokamix.cli.bench import bench
 from tokamix.cli.compare import compare
+from tokamix.cli.convert import convert
 from tokamix.cli.demo import demo
+from tokamix.cli.embed import embed
 from tokamix.cli.eval import eval_
 from tokamix.cli.explain import explain
 from tokamix.cli.export import export
 from tokamix.cli.info import info
 from tokamix.cli.models import models
+from tokamix.cli.neighbours import neighbours
+from tokamix.cli.pick import pick
 from tokamix.cli.predict import predict
+from tokamix.cli.probe import probe
 from tokamix.cli.recipes import recipes
 from tokamix.cli.study import study
 from tokamix.cli.train import train
@@ -44,15 +49,20 @@ for name, command in (
     ("train", train),
     ("eval", eval_),
     ("predict", predict),
+    ("embed", embed),
+    ("neighbours", neighbours),
+    ("probe", probe),
     ("export", export),
     ("transfer", transfer),
     ("explain", explain),
     ("models", models),
     ("recipes", recipes),
     ("compare", compare),
+    ("convert", convert),
     ("demo", demo),
     ("study", study),
     ("bench", bench),
+    ("pick", pick),
     ("info", info),
 ):
     app.command(name)(command)

@@ -104,6 +104,6 @@ def train(
             dist.destroy_process_group()
         if not quiet and os.environ.get("RANK", "0") == "0":
             averaged = " (averaged weights)" if result.last["averaged"] else ""
-            best = f"best {METRICS[result.metric]} {result.score:.2f} % in epoch {result.best['epoch']}"
-            best += f", last {result.last[result.metric]:.2f} %{averaged}"
-            console.print(f"{best}; the run is in {result.folder}", highlight=False, soft_wrap=True)
+            text = f"{result.select} {METRICS[result.metric]} {result.score:.2f} % in epoch {result.best['epoch']}"
+            text += f", last {result.last[result.metric]:.2f} %" if result.select == "best" else ""
+            console.print(f"{text}{averaged}; the run is in {result.folder}", highlight=False, soft_wrap=True)

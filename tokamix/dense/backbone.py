@@ -228,8 +228,8 @@ def create_backbone(
 
 def _padded(side: int, divisor: int, least: int) -> int:
     """The next multiple of `divisor` from `side` on, at least `least`."""
-    # ONNX export mistranslates -side % divisor with symbolic sizes
     multiple = (side + divisor - 1) // divisor * divisor
+    # `max` of symbolic sizes would specialise an exported graph to the larger one
     return torch.sym_max(multiple, least) if isinstance(side, torch.SymInt) else max(multiple, least)
 
 

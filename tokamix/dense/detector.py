@@ -11,6 +11,7 @@ from torchvision.ops import clip_boxes_to_image
 from tokamix.dense.backbone import DenseBackbone, DenseModel
 from tokamix.dense.boxes import Sizes, Target, clip_boxes, gather_boxes, num_valid
 from tokamix.dense.fpn import FPN
+from tokamix.models._backbone import check_tensor
 from tokamix.ops import dispatch
 from tokamix.ops.mask_paste.op import paste_masks
 from tokamix.ops.nms.op import batched_nms
@@ -108,6 +109,8 @@ def batch_images(images: Tensor | Sequence[Tensor], divisor: int) -> ImageList:
 
     torchvision's `GeneralizedRCNNTransform.batch_images` copies a tensor that needs no padding.
     """
+    for image in images:
+        check_tensor(image, "a detector")
     shapes = [tuple(image.shape) for image in images]
     if not shapes or any(len(shape) != 3 for shape in shapes):
         raise ValueError(f"a detector needs images (B, 3, H, W) or a list of (3, h, w), got {shapes or 'no image'}")

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tokamix.dense.backbone import DenseBackbone, DenseModel
 from tokamix.layers import FoldableSequential
+from tokamix.models._backbone import check_tensor
 from tokamix.tasks import IGNORE_INDEX
 
 AUX_WEIGHT = 0.4  # of the auxiliary loss
@@ -86,6 +87,7 @@ class Segmenter(DenseModel):
 
     def forward(self, images: Tensor, target: Tensor | None = None) -> Tensor | dict[str, Tensor]:
         """Images (B, 3, H, W) -> logits (B, K, H, W); with a target (B, H, W), losses by name."""
+        check_tensor(images, type(self).__name__)
         if target is not None and target.shape != (images.shape[0], *images.shape[-2:]):
             raise ValueError(
                 f"images {tuple(images.shape)} need a target {(len(images), *images.shape[-2:])}, got"

@@ -1,5 +1,6 @@
 """Features of any timm model: the choice of layer and pooling, and features of whole data sets."""
 
+import inspect
 from typing import Any, Literal, get_args
 
 import torch
@@ -40,6 +41,10 @@ class FeatureExtractor(nn.Module):
                 raise ValueError(f"{name} has no layer {layer}: it has {levels}, 0 to {levels - 1}")
         if pool == "token" and not getattr(model, "num_prefix_tokens", 0):
             raise ValueError(f"{name} has no class token; use pool avg or model")
+        if pool == "token" and layer is not None and not _returns_prefix_tokens(model):
+            raise ValueError(
+                f"{name} does not return the class token of each layer; use pool avg, or leave out the layer"
+            )
         if pool == "avg" and not hasattr(model, "forward_intermediates"):
             raise ValueError(f"{name} does not return its intermediate features; use pool model")
         self.outputs: list[Tensor] = []
@@ -56,7 +61,10 @@ class FeatureExtractor(nn.Module):
             maps = self._intermediates(images)
             return maps.mean((2, 3))
         if self.pool == "token" and self.layer is not None:
-            return self._intermediates(images, return_prefix_tokens=True)[1][:, 0]
+            output = self._intermediates(images, return_prefix_tokens=True)
+            if not isinstance(output, tuple):
+                raise ValueError(f"{type(self.model).__name__} has no class token in layer {self.layer}; use pool avg")
+            return output[1][:, 0]
         self.outputs.clear()
         features = self.model.forward_features(images)
         if self.pool == "token":
@@ -69,12 +77,13 @@ class FeatureExtractor(nn.Module):
 
     def _intermediates(self, images: Tensor, **options: bool) -> Any:
         layer = len(self.model.feature_info) - 1 if self.layer is None else self.layer % len(self.model.feature_info)
-        try:
-            return self.model.forward_intermediates(
-                images, indices=[layer], norm=True, intermediates_only=True, **options
-            )[0]
-        except TypeError:
-            raise ValueError(f"{type(self.model).__name__} has no class token in layer {layer}; use pool avg") from None
+        kept = {"norm": True, "intermediates_only": True, **options}
+        return self.model.forward_intermediates(images, indices=[layer], **kept)[0]
+
+
+def _returns_prefix_tokens(model: Any) -> bool:
+    forward = getattr(model, "forward_intermediates", None)
+    return forward is not None and "return_prefix_tokens" in inspect.signature(forward).parameters
 
 
 @torch.no_grad()

@@ -36,20 +36,11 @@ def measure_knn(
         temperature: of the votes.
         num_classes: default: those of the training labels.
     """
-    check_labels(train, train_labels, "training")
-    check_labels(val, val_labels, "validation")
+    classes = check_features(train, train_labels, val, val_labels, num_classes)
     if not k or min(k) < 1:
         raise ValueError(f"k is {list(k)}, but must be one or more numbers of neighbours from 1 on")
     if max(k) > len(train):
         raise ValueError(f"{max(k)} neighbours cannot be found among {len(train)} training images; use a smaller k")
-    if train.shape[1] != val.shape[1]:
-        raise ValueError(f"training features have {train.shape[1]} dimensions, but those of validation {val.shape[1]}")
-    classes = num_classes or int(train_labels.max()) + 1
-    if int(val_labels.max()) >= classes:
-        raise ValueError(
-            f"a validation image has label {int(val_labels.max())}, but those of the training images end at"
-            f" {classes - 1}; both must be of one data set"
-        )
     train, val = F.normalize(train.float(), dim=1), F.normalize(val.float(), dim=1)
     correct = dict.fromkeys(k, 0)
     for queries, answers in zip(val.split(QUERIES), val_labels.split(QUERIES), strict=True):
@@ -62,11 +53,26 @@ def measure_knn(
     return {count: 100 * right / len(val) for count, right in correct.items()}
 
 
-def check_labels(features: Tensor, labels: Tensor, split: str) -> None:
-    """Refuse features and labels of different lengths, and negative labels."""
-    if len(features) != len(labels):
-        raise ValueError(f"there are {len(features)} {split} features, but {len(labels)} labels; each needs one")
-    if not len(features):
-        raise ValueError(f"there are no {split} features")
-    if int(labels.min()) < 0:
-        raise ValueError(f"a {split} image has label {int(labels.min())}, but labels count from 0")
+def check_features(
+    train: Tensor, train_labels: Tensor, val: Tensor, val_labels: Tensor, num_classes: int | None = None
+) -> int:
+    """Refuse features and labels that do not match; returns the number of classes."""
+    for features, labels, split in ((train, train_labels, "training"), (val, val_labels, "validation")):
+        if len(features) != len(labels):
+            raise ValueError(f"there are {len(features)} {split} features, but {len(labels)} labels; each needs one")
+        if not len(features):
+            raise ValueError(f"there are no {split} features")
+        if int(labels.min()) < 0:
+            raise ValueError(f"a {split} image has label {int(labels.min())}, but labels count from 0")
+    if train.shape[1] != val.shape[1]:
+        raise ValueError(
+            f"the training features have {train.shape[1]} dimensions, but those for validation {val.shape[1]}; compute"
+            " both with one model"
+        )
+    classes = num_classes or int(train_labels.max()) + 1
+    if int(val_labels.max()) >= classes:
+        raise ValueError(
+            f"a validation image has label {int(val_labels.max())}, but those of the training images end at"
+            f" {classes - 1}; both must be of one data set"
+        )
+    return classes

@@ -57,6 +57,7 @@ def write_int8(
     data: Any,
     keep_layers: int | None,
     max_drop: float,
+    attention: bool,
     trace: Callable[[Graph], ExportedProgram],
 ) -> Int8Result:
     """Quantise a program, measure it, and keep sensitive layers in fp32 until it loses at most `max_drop` points."""
@@ -81,9 +82,11 @@ def write_int8(
         value = measure(path)[0]
     else:
         batches = calibration_batches(graph, config, splits, metadata["batch"] or 1)
-        quantizer = (
-            _Onnx(program, metadata, opset, batches) if to == "onnx" else _OpenVino(program, metadata, opset, batches)
-        )
+        quantizer: _Onnx | _OpenVino
+        if to == "onnx":
+            quantizer = _Onnx(program, metadata, opset, batches, attention)
+        else:
+            quantizer = _OpenVino(program, metadata, opset, batches)
         steps = [0, 1, 2, 4, 8, 16, 32] if keep_layers is None else [keep_layers]
         for count in steps:
             kept = quantizer.most_sensitive(count) if count else []

@@ -9,6 +9,7 @@ from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.export import ExportedProgram
@@ -26,6 +27,7 @@ PRECISIONS = {
 OPSETS = range(18, 24)
 FOLDED_VALUES = 2**24  # the largest constant that is computed while exporting
 Metadata = dict[str, Any]
+_translated: WeakKeyDictionary[ExportedProgram, Any] = WeakKeyDictionary()
 
 
 def write_onnx(program: ExportedProgram, path: Path, metadata: Metadata, opset: int) -> None:
@@ -40,7 +42,10 @@ def to_onnx(program: ExportedProgram, outputs: Sequence[str], opset: int) -> Any
     require("onnxscript", "export to ONNX")
     from onnxscript import optimizer
 
-    with quiet():
+    if program in _translated:  # int8 needs the fp32 file as well
+        return _translated[program]
+
+    with quiet(), _translation_errors():
         exported: Any = torch.onnx.export(
             program,
             (),
@@ -54,7 +59,21 @@ def to_onnx(program: ExportedProgram, outputs: Sequence[str], opset: int) -> Any
         optimizer.optimize_ir(exported.model, input_size_limit=FOLDED_VALUES, output_size_limit=FOLDED_VALUES)
         proto = exported.model_proto
     del proto.graph.value_info[:]  # some are wrong after folding, and quantisers believe them
+    _translated[program] = proto
     return proto
+
+
+@contextmanager
+def _translation_errors() -> Iterator[None]:
+    """Say in one sentence what torch.onnx explains in a page."""
+    try:
+        yield
+    except torch.onnx.errors.OnnxExporterError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0][:300]
+        raise ValueError(f"the model cannot be translated to ONNX: {reason}") from error
 
 
 def add_metadata(proto: Any, metadata: Metadata) -> None:

@@ -1,5 +1,6 @@
 """Super token attention: attention among a few hundred super tokens instead of among all tokens."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class SuperTokenAttention(nn.Module):
         n_iter: iterations of super token sampling.
         refine: operation on the super tokens: "attention", "conv" (Linear, depthwise 5x5, Linear) or "none".
         qkv_bias: whether the projection to queries, keys and values has a bias.
+        qk_norm: normalise the queries and keys of each head.
         relative_grid: grid of super tokens of a learned relative position bias; None for no bias.
         backend: the operators' backend; see `tokamix.ops.dispatch`.
         device: device of the parameters.
@@ -41,6 +43,7 @@ class SuperTokenAttention(nn.Module):
         n_iter: int = 1,
         refine: str = "attention",
         qkv_bias: bool = True,
+        qk_norm: bool = False,
         relative_grid: tuple[int, int] | None = None,
         backend: str | None = None,
         device: Any = None,
@@ -57,7 +60,8 @@ class SuperTokenAttention(nn.Module):
         self.position = RelativePosition(relative_grid, num_heads, **dd) if relative_grid else None
         self.refine: nn.Module
         if refine == "attention":
-            self.refine = Attention(dim, num_heads, qkv_bias=qkv_bias, **dd)
+            norm = partial(nn.LayerNorm, eps=1e-6) if qk_norm else None
+            self.refine = Attention(dim, num_heads, qkv_bias=qkv_bias, qk_norm=qk_norm, norm_layer=norm, **dd)
         elif refine == "conv":
             self.refine = nn.Sequential(
                 nn.Linear(dim, dim, **dd), DepthwiseConv(dim, 5, **dd), nn.Linear(dim, dim, **dd)

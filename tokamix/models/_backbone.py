@@ -6,19 +6,34 @@ blocks. The base classes have classifier, features, gradient checkpointing and i
 its stages or blocks, and its table of variants.
 """
 
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import timm.models
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import get_device_dtype, register_notrace_module, trunc_normal_
 from timm.models import checkpoint
 from torch import Tensor, nn
 
+from tokamix._construction import record_creation
 from tokamix.layers import channels_first, map_to_tokens, tokens_to_map
 
 Indices = int | list[int] | tuple[int, ...] | None
+
+
+def register_model(entry: Callable[..., Any]) -> Callable[..., Any]:
+    """Register an entry function with timm; its models record their name and arguments, also if timm creates them."""
+
+    @functools.wraps(entry)
+    def create(pretrained: bool = False, **kwargs: Any) -> Any:
+        model = entry(pretrained, **kwargs)
+        record_creation(model, entry.__name__, kwargs)
+        return model
+
+    return timm.models.register_model(create)
 
 
 def image_cfg(**kwargs: Any) -> dict[str, Any]:
@@ -66,6 +81,15 @@ def take_indices(levels: int, indices: Indices) -> tuple[list[int], int]:
     return taken, max(taken)
 
 
+def check_tensor(x: Any, model: str) -> None:
+    """Raise TypeError for arrays and images that are not tensors."""
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{model} needs normalised images as a torch.Tensor, got {type(x).__name__}; convert an array with"
+            " torch.from_numpy(x).float(), or use tokamix.predict, which takes files and arrays"
+        )
+
+
 def check_images(x: Tensor, model: str, in_chans: int, min_side: int) -> None:
     """Raise ValueError for images that a model cannot process.
 
@@ -74,6 +98,7 @@ def check_images(x: Tensor, model: str, in_chans: int, min_side: int) -> None:
     """
     if isinstance(x, torch.fx.Proxy):  # torch.fx traces for feature extraction, without values
         return
+    check_tensor(x, model)
     if x.ndim != 4 or x.shape[1] != in_chans:
         raise ValueError(f"{model} needs images of shape (B, {in_chans}, H, W), got {tuple(x.shape)}")
     if torch.compiler.is_compiling() or torch.jit.is_tracing():

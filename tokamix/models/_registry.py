@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import timm
+import torch
+from safetensors.torch import load_file
 from timm.models import model_entrypoint, split_model_name_tag
 
 from tokamix._construction import RECORD, record_creation
@@ -15,6 +17,7 @@ from tokamix._hints import suggest
 from tokamix._hub import hub_access
 from tokamix.cost import count_macs
 from tokamix.models.shipped import shipped_tags
+from tokamix.swap.changes import apply_changes, read_changes
 
 SIZES = Path(__file__).parent / "sizes.csv"
 
@@ -34,10 +37,22 @@ def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> Any:
     if ":" not in name and not timm.is_model(arch):
         hint = suggest(arch, timm.list_models(), "`tokamix models` lists them")
         raise ValueError(f"there is no model {name!r}; {hint}")
+    if pretrained and name.startswith("local-dir:") and (record := read_changes(name.removeprefix("local-dir:"))):
+        return _create_changed(name, record, kwargs)
     with hub_access(f"the pretrained model {name}") if pretrained else nullcontext():
         model = timm.create_model(name, pretrained=pretrained, **kwargs)
     if ":" not in name and not hasattr(model, RECORD):  # folders, the Hub and bodies have arguments of their own
         record_creation(model, arch, kwargs)
+    return model
+
+
+def _create_changed(name: str, record: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+    """Create a network that was changed and saved by timm: the host, the changes, then its weights."""
+    model = apply_changes(timm.create_model(name, **{**(record["arguments"] or {}), **kwargs}), record["steps"])
+    folder = Path(name.removeprefix("local-dir:"))
+    safe = folder / "model.safetensors"
+    state = load_file(safe) if safe.is_file() else torch.load(folder / "pytorch_model.bin", weights_only=True)
+    model.load_state_dict(state)
     return model
 
 
@@ -49,7 +64,7 @@ def sizes(name: str) -> tuple[int, int]:
 def count_sizes(name: str) -> tuple[int, int]:
     """Count trainable parameters and MACs at 224 px; takes a few seconds for a deep model."""
     # shipped weights have a smaller default size and fewer classes, but sizes are for comparison with other models
-    arguments = {"img_size": 224, "num_classes": 1000} if shipped_tags(name) else {}
+    arguments: dict[str, Any] = {"img_size": 224, "num_classes": 1000} if shipped_tags(name) else {}
     model = create_model(name, device="meta", **arguments)
     return sum(p.numel() for p in model.parameters() if p.requires_grad), count_macs(model, 224)
 

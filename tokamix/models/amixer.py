@@ -26,13 +26,13 @@ from timm.layers import (
     to_2tuple,
     trunc_normal_,
 )
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tokamix.layers import GELU, PatchEmbed, map_to_tokens, tokens_to_map
 from tokamix.mixers import WeightMixing
-from tokamix.models._backbone import Column, Pyramid, PyramidStage, image_cfg, rename
+from tokamix.models._backbone import Column, Pyramid, PyramidStage, image_cfg, register_model, rename
 from tokamix.ops import resize_bank
 
 Pair = tuple[int, int]

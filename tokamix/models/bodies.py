@@ -144,6 +144,7 @@ class Block(nn.Module):
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__()
         dim = site.dim
+        self.site = site
         self.conv_pos = DepthwiseConv(dim, residual=True, **dd) if conv_pos else None
         self.norm1 = nn.LayerNorm(dim, eps=1e-6, **dd)
         self.mixer = create_mixer(mixer, site, **(mixer_kwargs or {}), **dd)

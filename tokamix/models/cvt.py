@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from timm.layers import DropPath, Mlp, QuickGELU, calculate_drop_path_rates, get_act_layer
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs
 from torch import Tensor, nn
 
 from tokamix.layers import (
@@ -24,7 +24,7 @@ from tokamix.layers import (
     split_heads,
     tokens_to_map,
 )
-from tokamix.models._backbone import ClassTokenPyramid, ClassTokenStage, PyramidStage, image_cfg, rename
+from tokamix.models._backbone import ClassTokenPyramid, ClassTokenStage, PyramidStage, image_cfg, register_model, rename
 
 Grid = tuple[int, int]
 

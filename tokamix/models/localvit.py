@@ -19,7 +19,7 @@ from timm.layers import (
     to_2tuple,
     trunc_normal_,
 )
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs
 from torch import Tensor, nn
 
 from tokamix.layers import (
@@ -32,7 +32,7 @@ from tokamix.layers import (
     fold_into_previous,
     tokens_to_map,
 )
-from tokamix.models._backbone import Column, image_cfg, rename
+from tokamix.models._backbone import Column, image_cfg, register_model, rename
 
 Grid = tuple[int, int]
 

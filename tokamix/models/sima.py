@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from timm.layers import DropPath, Mlp, get_act_layer, register_notrace_module, trunc_normal_
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs
 from torch import Tensor, nn
 
 from tokamix.layers import (
@@ -34,7 +34,7 @@ from tokamix.layers import (
     tokens_to_map,
 )
 from tokamix.mixers.sima import SimAClassAttention, SimASelfAttention
-from tokamix.models._backbone import Column, Indices, image_cfg
+from tokamix.models._backbone import Column, Indices, image_cfg, register_model
 
 LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 Grid = tuple[int, int]

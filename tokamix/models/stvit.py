@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from timm.layers import DropPath, LayerScale, Mlp, calculate_drop_path_rates
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs
 from torch import Tensor, nn
 
 from tokamix.layers import (
@@ -25,7 +25,7 @@ from tokamix.layers import (
     tokens_to_map,
 )
 from tokamix.mixers import SuperTokenAttention
-from tokamix.models._backbone import Pyramid, PyramidStage, image_cfg
+from tokamix.models._backbone import Pyramid, PyramidStage, image_cfg, register_model
 
 NATIVE_SIDE = 224  # the image side for which relative position tables have one entry per offset
 

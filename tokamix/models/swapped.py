@@ -13,18 +13,22 @@ from functools import partial
 from typing import Any
 
 import timm.layers
+import torch
+import torch.nn.functional as F
 from timm.models import (
+    VisionTransformer,
     build_model_with_cfg,
     generate_default_cfgs,
     get_pretrained_cfg,
     model_entrypoint,
-    register_model,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from tokamix._construction import forget_record
 from tokamix.layers import PatchConv
 from tokamix.models import cvt, localvit, pvt  # noqa: F401  (registers the hosts that timm lacks)
+from tokamix.models._backbone import register_model
+from tokamix.ops import dispatch
 from tokamix.swap import insert_context_broadcast, swap_mixer
 
 SIMA = {
@@ -119,6 +123,8 @@ def _create(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
     def build(**kwargs: Any) -> nn.Module:
         model = entry(**kwargs)
         _use_patch_conv(model)
+        if isinstance(model, VisionTransformer) and model.dynamic_img_size:
+            model._pos_embed = partial(_embed_positions, model)
         variant.change(model)
         forget_record(model)  # the registered name stands for the change
         return model
@@ -142,6 +148,21 @@ def _use_patch_conv(model: nn.Module) -> None:
             product = PatchConv(conv.in_channels, conv.out_channels, (height, width), device="meta")
             product.weight, product.bias = conv.weight, conv.bias
             embed.proj = product
+
+
+def _embed_positions(model: Any, x: Tensor) -> Tensor:
+    """timm's `_pos_embed` of a DeiT, without its shortcut for the native size, which an exported graph cannot take."""
+    if not dispatch.is_exporting():
+        return type(model)._pos_embed(model, x)
+    count = model.num_prefix_tokens
+    prefix, table = model.pos_embed.split([count, model.pos_embed.shape[1] - count], 1)
+    grid = table.float().unflatten(1, model.patch_embed.grid_size).permute(0, 3, 1, 2)
+    grid = F.interpolate(grid, (x.shape[1], x.shape[2]), mode="bicubic", antialias=True)
+    positions = torch.cat([prefix, grid.flatten(2).mT.to(table.dtype)], 1)
+    tokens = [
+        t.expand(x.shape[0], -1, -1) for t in (model.cls_token, getattr(model, "dist_token", None)) if t is not None
+    ]
+    return model.pos_drop(torch.cat([*tokens, x.flatten(1, 2)], 1) + positions)
 
 
 def _register(name: str) -> None:

@@ -427,6 +427,7 @@ class DinoRecipe(Recipe):
         out_dim: outputs of the head, the dimensions of the distributions that are compared.
         head_dim: hidden width of the head.
         bottleneck_dim: width of the head before its last layer.
+        head_batch_norm: BatchNorm in the head; outputs of different images differ sooner, which short runs need.
         norm_last_layer: the rows of the last layer have norm 1; false: the norms are learned.
         freeze_last_layer: epochs at the start in which the last layer does not change.
         centering: against collapse: "center" subtracts the teacher's running mean, "sinkhorn" balances each batch.
@@ -457,6 +458,7 @@ class DinoRecipe(Recipe):
     out_dim: Count = 65536
     head_dim: Count = 2048
     bottleneck_dim: Count = 256
+    head_batch_norm: bool = False
     norm_last_layer: bool = True
     freeze_last_layer: NotNegative = 1.0
     centering: Literal["center", "sinkhorn"] = "center"

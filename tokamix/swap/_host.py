@@ -26,12 +26,13 @@ class Adapter:
         bias_methods: methods of the host that return such a bias; they return None once it is dropped.
         window: whether the tokens are those of a window, not of the image.
         output: name of the output projection.
-        prefix: number of prefix tokens, or a function of the attention's name; None for that of the model.
+        prefix: number of prefix tokens, or a function of the attention's name and module; None for that of the model.
         ordered: whether tokens are in the row-major order of a grid.
         wrap: output tokens and the call's arguments -> the host's output, for mixers that replace the whole module.
         class_attention: whether only the class token, or learned queries, attend.
         note: what else changes, for the report.
         prepare: called with the host after it was changed.
+        keep: name of an attention -> the reason to keep it, if there is one.
         convert: changes the host itself for some products, and returns whether it did.
         check: raises ValueError if the attention, given with its name, has an option that no mixer supports.
     """
@@ -43,12 +44,13 @@ class Adapter:
     bias_methods: tuple[str, ...] = ()
     window: bool = False
     output: str = "proj"
-    prefix: int | Callable[[str], int] | None = None
+    prefix: int | Callable[[str, Any], int] | None = None
     ordered: bool = True
     wrap: Callable[..., Any] | None = None
     class_attention: bool = False
     note: str | None = None
     prepare: Callable[[Any], None] | None = None
+    keep: Callable[[str], str | None] | None = None
     convert: Callable[[Any, nn.Module], bool] | None = None
     check: Callable[[str, Any], None] | None = None
 

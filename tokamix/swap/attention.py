@@ -126,8 +126,13 @@ class Swapped(nn.Module):
             return out.flatten(0, 1)
         return out if lead is None else out.unflatten(0, lead).movedim(-3, axis)
 
-    def mix_whole(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def mix_whole(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of mixers with their own projections: on the patch tokens, then the host's output projection."""
+        if kwargs.get("is_causal"):
+            raise_causal(type(self.mixer).__name__)
+        if not self.adapter.window and any("mask" in key and kwargs[key] is not None for key in kwargs):
+            raise ValueError(f"{type(self.mixer).__name__} cannot exclude masked tokens; use to='sima', or no mask")
+        x, *args = (*args, *kwargs.values())  # type: ignore[assignment]
         tokens, size = to_tokens(x, self.adapter.layout)
         n = self.prefix
         patches = tokens[:, n:]

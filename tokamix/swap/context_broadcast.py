@@ -7,13 +7,26 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tokamix._construction import forget_steps, record_step
+from tokamix.mixers import SimA
 from tokamix.mixers.context_broadcast import KINDS, ContextBroadcast
 from tokamix.swap import hf
 from tokamix.swap import timm as timm_host
 from tokamix.swap import tokamix as tokamix_host
 from tokamix.swap._host import AFTER, BEFORE, BlockLayout
+from tokamix.swap.attention import Swapped
+from tokamix.swap.inspect import KEPT, class_path, find_adapter
 
+# blocks whose MLP and attention receive the class token
+CLASS_TOKEN = {
+    "timm.models.eva.EvaBlock",
+    "timm.models.eva.EvaBlockPostNorm",
+    "timm.models.beit.Block",
+    "timm.models.vision_transformer.ResPostBlock",
+    "timm.models.vision_transformer_relpos.RelPosBlock",
+    "timm.models.vision_transformer_relpos.ResPostRelPosBlock",
+}
 POSITIONS = ("end", "mid", "front")
+MLPS = ("mlp", "ffn", "feed_forward")  # names of the MLP of a block
 PARTS = {"mlp": ("mlp",), "msa": ("msa",), "both": ("mlp", "msa")}
 
 
@@ -23,11 +36,11 @@ def insert_context_broadcast(
     """Add the average token back to every token in each block of a model, in place.
 
     Scratching Visual Transformer's Back with Uniform Attention, arXiv 2210.08457; the kinds are those of
-    `tokamix.ops.broadcast_context`. It supports timm's ViT, DeiT (also distilled), PiT, PVTv2, Swin and Twins,
-    tokamix's PVT and LocalViT, and Hugging Face's ViT and ViLT. "end" is after the last dropout, inside the residual
-    branch; in Hugging Face's newer ViT it is before that dropout, which both branches share. The mean is over all
-    tokens of the MLP: with the class token where there is one (but not in LocalViT, whose MLPs do not receive it), over
-    the whole map in Swin, with padding in ViLT.
+    `tokamix.ops.broadcast_context`. A block is a module with an attention that `swap_mixer` knows and an MLP: those of
+    timm, torchvision, Hugging Face and tokamix. "end" is after the last dropout, inside the residual branch; in Hugging
+    Face's newer ViT it is before that dropout, which both branches share. The mean is over all tokens of the MLP: with
+    the class token where there is one (but not in LocalViT, whose MLPs do not receive it), over the whole map in Swin,
+    with padding in ViLT.
 
     Parameters keep their names; "cbs" adds its scales. A second call changes nothing, and `remove_context_broadcast`
     undoes it.
@@ -51,11 +64,11 @@ def insert_context_broadcast(
             raise ValueError(f"unknown {what} {value!r} of context broadcasting: choose one of {', '.join(possible)}")
     if position != "end" and block != "mlp":
         raise ValueError(f"attention has no position {position!r}, only 'end': use block='mlp'")
-    layouts = {name: (module, layout) for name, module in model.named_modules() if (layout := _find_layout(module))}
+    layouts = _find_blocks(model)
     if not layouts:
         raise ValueError(
-            f"{type(model).__name__} has no blocks that insert_context_broadcast supports: it needs timm's ViT, DeiT,"
-            " PiT, PVTv2, Swin or Twins, tokamix's PVT or LocalViT, or Hugging Face's ViT or ViLT"
+            f"{type(model).__name__} has no blocks that insert_context_broadcast supports: it needs modules with an"
+            " attention and an MLP"
         )
     if kind in ("gate", "hybrid") and not (
         all(layout.class_token for _, layout in layouts.values())
@@ -71,8 +84,10 @@ def insert_context_broadcast(
         for part in PARTS[block]:
             path, side = getattr(layout, "msa" if part == "msa" else position)
             try:
-                site, linear = module.get_submodule(path), module.get_submodule(layout.mid[0])
-            except AttributeError:
+                site = module.get_submodule(path)
+                layer = _last_layer(module if part == "msa" else module.get_submodule(layout.end[0].split(".")[0]))
+                layer = site if position == "mid" else layer
+            except (AttributeError, IndexError):
                 raise ValueError(
                     f"position {position!r} does not exist in {name} ({type(module).__name__}): {path} is missing"
                 ) from None
@@ -81,16 +96,17 @@ def insert_context_broadcast(
                 raise ValueError(
                     f"{name}.{path} already has {present.kind!r}: call remove_context_broadcast before {kind!r}"
                 )
-            sites[f"{name}.{path}".lstrip(".")] = (site, side, linear)
+            sites[f"{name}.{path}".lstrip(".")] = (site, side, layer)
 
     if not all(hasattr(site, side) for site, side, _ in sites.values()):
         options = {"kind": kind, "position": position, "block": block, "scale_init": scale_init}
         record_step(model, "insert_context_broadcast", **options)
-    for site, side, linear in sites.values():
+    for site, side, layer in sites.values():
         if not hasattr(site, side):
-            dim = linear.in_features if position == "mid" else linear.out_features
-            dd = {"device": linear.weight.device, "dtype": linear.weight.dtype}
-            broadcast = InsertedBroadcast(dim, kind, scale_init, **dd)
+            width, inputs = layer.weight.shape[:2]
+            dd = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+            broadcast = InsertedBroadcast(inputs if position == "mid" else width, kind, scale_init, **dd)
+            broadcast.channels_first = isinstance(layer, nn.Conv2d)
             broadcast.training = site.training
             site.add_module(side, broadcast)
             hook = site.register_forward_pre_hook(_before) if side == BEFORE else site.register_forward_hook(_after)
@@ -118,9 +134,12 @@ class InsertedBroadcast(ContextBroadcast):
     """Context broadcasting as the child of a module; a hook applies it to that module's input or output."""
 
     handle: RemovableHandle
+    channels_first = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens (B, N, C), or a map (B, H, W, C)."""
+        """Tokens (B, N, C), a map (B, H, W, C), or (B, C, H, W) with `channels_first`."""
+        if self.channels_first and x.ndim == 4:
+            return super().forward(x.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(x.shape)
         return super().forward(x.flatten(1, -2)).reshape(x.shape)
 
 
@@ -135,6 +154,49 @@ def _after(site: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     return site.get_submodule(AFTER)(output)
 
 
-def _find_layout(module: nn.Module) -> BlockLayout | None:
-    name = f"{type(module).__module__}.{type(module).__qualname__}"
-    return timm_host.BLOCKS.get(name) or tokamix_host.BLOCKS.get(name) or hf.find_layout(name, module)
+def _find_blocks(model: nn.Module) -> dict[str, tuple[nn.Module, BlockLayout]]:
+    """The blocks of a model: those of the tables, then the innermost modules with an attention and an MLP."""
+    blocks: dict[str, tuple[nn.Module, BlockLayout]] = {}
+    for name, module in reversed(list(model.named_modules())):  # children before their parents
+        path = class_path(type(module))
+        layout = timm_host.BLOCKS.get(path) or tokamix_host.BLOCKS.get(path) or hf.find_layout(path, module)
+        if layout is None and not any(inner.startswith(f"{name}.") for inner in blocks):
+            layout = _guess_layout(module)
+        if layout is not None:
+            blocks[name] = (module, layout)
+    return dict(reversed(blocks.items()))
+
+
+def _guess_layout(module: nn.Module) -> BlockLayout | None:
+    """The layout of a module with an attention and an MLP, or None."""
+    mlp = next((name for name in MLPS if isinstance(getattr(module, name, None), nn.Module)), None)
+    if mlp is None or not any(True for _ in module.get_submodule(mlp).parameters()):
+        return None
+    attention = next((name for name, child in module.named_children() if name != mlp and _has_attention(child)), None)
+    if attention is None:
+        return None
+    windows = any(_adapts_windows(child) for child in module.get_submodule(attention).modules())
+    msa = ("drop_path1", BEFORE) if windows else (attention, AFTER)  # outside the windows
+    class_token = class_path(type(module)) in CLASS_TOKEN
+    return BlockLayout((mlp, BEFORE), (f"{mlp}.fc2", BEFORE), (mlp, AFTER), msa, class_token)
+
+
+def _has_attention(module: nn.Module) -> bool:
+    return any(_is_attention(child) for child in module.modules())
+
+
+def _is_attention(module: Any) -> bool:
+    kind: Any = type(module)
+    known = isinstance(module, Swapped | SimA) or find_adapter(kind) is not None or class_path(kind) in KEPT
+    return known or kind.__module__.startswith("tokamix.mixers")
+
+
+def _adapts_windows(module: Any) -> bool:
+    kind: Any = type(module)
+    adapter = module.adapter if isinstance(module, Swapped) else find_adapter(kind)
+    return adapter is not None and adapter.window
+
+
+def _last_layer(module: nn.Module) -> Any:
+    """The last Linear or convolution of an MLP or block, whose width is that of the tokens."""
+    return [child for child in module.modules() if isinstance(child, nn.Linear | nn.Conv2d)][-1]

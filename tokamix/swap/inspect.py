@@ -12,7 +12,7 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tokamix.cost import plain_inference
+from tokamix.cost import image_channels, plain_inference
 from tokamix.swap import hf, torchvision
 from tokamix.swap import timm as timm_host
 from tokamix.swap import tokamix as tokamix_host
@@ -53,7 +53,10 @@ def find_attentions(model: nn.Module) -> tuple[dict[str, tuple[Any, Adapter]], d
             continue
         kind: Any = type(module)
         path = class_path(kind)
-        if adapter := find_adapter(kind):
+        adapter = find_adapter(kind)
+        if adapter is not None and adapter.keep is not None and (reason := adapter.keep(name)):
+            kept[name] = reason
+        elif adapter is not None:
             found[name] = (module, adapter)
         elif path in KEPT:
             kept[name] = KEPT[path]
@@ -97,7 +100,8 @@ def record_shapes(model: nn.Module, hosts: dict[str, tuple[Any, Adapter]], size:
         for name, (host, adapter) in hosts.items():
             recorder = _Recorder()
             swap(host, replace(adapter, convert=None), recorder, ImageSize(), 0)
-            handles.append(host.register_forward_hook(functools.partial(_record, recorded, recorder, name)))
+            hook = functools.partial(_record, recorded, recorder, name)
+            handles.append(host.register_forward_hook(hook, with_kwargs=True))
         try:
             with plain_inference(model):
                 _forward_on_meta(model, size)
@@ -114,9 +118,9 @@ def nominal_size(model: nn.Module) -> tuple[int, int]:
     embed = getattr(model, "patch_embed", None)
     if (size := getattr(embed, "img_size", None)) is not None:
         return to_2tuple(size)
-    config = getattr(model, "config", None)
-    if isinstance(size := getattr(config, "image_size", None), int | tuple | list):
-        return to_2tuple(size)
+    for owner in (model, getattr(model, "config", None)):  # torchvision, Hugging Face
+        if isinstance(size := getattr(owner, "image_size", None), int | tuple | list):
+            return to_2tuple(size)
     cfg = getattr(model, "pretrained_cfg", None) or {}
     return to_2tuple(cfg.get("input_size", (3, 224, 224))[-2:])
 
@@ -147,19 +151,21 @@ class _Recorder(SoftmaxProduct):
         return super().forward(q, k, v, call)
 
 
-def _record(recorded: dict[str, Shapes], recorder: Any, name: str, module: Any, args: Any, output: Any) -> None:
+def _record(
+    recorded: dict[str, Shapes], recorder: Any, name: str, _: Any, args: tuple[Any, ...], kwargs: Any, output: Any
+) -> None:
     if recorder.shapes is not None:
-        first = args[0].shape if args and isinstance(args[0], Tensor) else None
+        first = next(iter((*args, *kwargs.values())))
+        output = output[0] if isinstance(output, tuple) else output
+        x, out = (t.shape if isinstance(t, Tensor) else None for t in (first, output))
         q, k, v = recorder.shapes
-        recorded[name] = Shapes(q, k, v, first, output.shape if isinstance(output, Tensor) else None)
+        recorded[name] = Shapes(q, k, v, x, out)
 
 
 def _forward_on_meta(model: nn.Module, size: tuple[int, int]) -> None:
     state = {name: tensor for part in (model.named_parameters(), model.named_buffers()) for name, tensor in part}
     dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
-    convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
-    channels = next((conv.in_channels for conv in convolutions), 3)
-    image = torch.zeros(1, channels, *size, device="meta", dtype=dtype)
+    image = torch.zeros(1, image_channels(model), *size, device="meta", dtype=dtype)
     functional_call(model, {name: tensor.to("meta") for name, tensor in state.items()}, (image,))
 
 

@@ -1,6 +1,8 @@
 """Replace the attention of an existing model by another mixer."""
 
+import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -13,6 +15,8 @@ from tokamix.mixers.context_broadcast import ContextBroadcast
 from tokamix.mixers.registry import create_mixer, get_mixer
 from tokamix.swap._host import Adapter
 from tokamix.swap.attention import ImageSize, remember_image_size, swap, token_grid
+from tokamix.swap.bodies import create_replacement, find_body_blocks
+from tokamix.swap.calibrate import Images, calibrate_mixers
 from tokamix.swap.inspect import Shapes, find_attentions, nominal_size, record_shapes
 from tokamix.swap.product import create_product
 from tokamix.swap.report import Cost, SwapReport
@@ -21,6 +25,8 @@ GELUS = (nn.GELU, GELU, GELUTanh, QuickGELU)
 SILUS = (nn.SiLU, Swish)
 # their parameters do not depend on widths or grids, and they accept any number of keys: no shapes need be known
 SHAPELESS = ("sima", "softmax", "efficient", "nystrom")
+# modules that compute a position bias outside of the attention
+SHARED_POSITION = ("shared_rel_pos", "rel_pos_bias", "relative_position_bias", "shared_position_bias")
 WHERE = ("global", "every_other")
 Hosts = dict[str, tuple[Any, Adapter]]
 
@@ -35,6 +41,7 @@ def swap_mixer(
     partial: bool = False,
     mixer_kwargs: Mapping[str, Any] | None = None,
     image_size: int | tuple[int, int] | None = None,
+    calibrate: Images | None = None,
 ) -> SwapReport:
     """Replace the attention of a model by another mixer, in place; projections keep their weights and names.
 
@@ -62,6 +69,8 @@ def swap_mixer(
         partial: replace what can be replaced and keep the rest; otherwise nothing is changed if an attention cannot be.
         mixer_kwargs: options of the mixer's class.
         image_size: count the cost before and after the swap for images of this size.
+        calibrate: a few normalised images (B, C, H, W), or batches of them, on which the new mixers are fitted to the
+            attention they replace, in closed form and without new parameters; see `tokamix.swap.calibrate`.
 
     Raises:
         ValueError: if the mixer or an option is unknown, or an attention cannot be replaced. The model is unchanged.
@@ -70,6 +79,11 @@ def swap_mixer(
         raise TypeError(f"swap_mixer changes a model, not {model!r}; create it first, with tokamix.create_model(name)")
     get_mixer(to)
     options = dict(mixer_kwargs or {})
+    original = copy.deepcopy(model) if calibrate is not None else None
+    if blocks := find_body_blocks(model):
+        report = _swap_body(model, blocks, to, num_heads, relu, where, options, image_size)
+        _calibrate(model, original, report, calibrate)
+        return report
     hosts, kept, unknown = find_attentions(model)
     if not hosts:
         left = "; ".join(f"{name}: {reason}" for name, reason in list({**kept, **unknown}.items())[:3])
@@ -122,8 +136,49 @@ def swap_mixer(
         **{"where": where, "partial": partial, "mixer_kwargs": options},
     }
     record_step(model, "swap_mixer", to=to, **{key: value for key, value in arguments.items() if value})
+    _calibrate(model, original, report, calibrate)
     report.after = Cost.of(model, size) if size else None
     return report
+
+
+def _swap_body(
+    model: nn.Module,
+    blocks: Mapping[str, Any],
+    to: str,
+    num_heads: int | None,
+    relu: bool,
+    where: str | Sequence[str | int] | None,
+    options: dict[str, Any],
+    image_size: int | tuple[int, int] | None,
+) -> SwapReport:
+    """Replace the softmax attention in the blocks of a body by a registered mixer, as `create_body` creates it."""
+    chosen, kept = _choose({name: (block.mixer, Adapter()) for name, block in blocks.items()}, where, keep_class=False)
+    mixers = {}
+    for name, (host, _) in chosen.items():
+        site = blocks[name].site
+        mixers[name] = create_replacement(host, to, replace(site, num_heads=num_heads or site.num_heads), **options)
+    size = to_2tuple(image_size) if image_size is not None else None
+    report = SwapReport(
+        to, dict.fromkeys(mixers, "SoftmaxAttention"), kept, before=Cost.of(model, size) if size else None
+    )
+    before = {name: tensor.numel() for name, tensor in model.state_dict().items()}
+    for name, mixer in mixers.items():
+        blocks[name].mixer = mixer
+    after = {name: tensor.numel() for name, tensor in model.state_dict().items()}
+    report.dropped = sorted(before.keys() - after.keys())
+    report.added = {name: after[name] for name in sorted(after.keys() - before.keys())}
+    if relu:
+        report.activations = _replace_activations(model)
+    arguments = {"num_heads": num_heads, "relu": relu, "where": where, "mixer_kwargs": options}
+    record_step(model, "swap_mixer", to=to, **{key: value for key, value in arguments.items() if value})
+    report.after = Cost.of(model, size) if size else None
+    return report
+
+
+def _calibrate(model: nn.Module, original: nn.Module | None, report: SwapReport, images: Images | None) -> None:
+    """Fit the new mixers to the attentions of the original network, if images are given."""
+    if original is not None and images is not None:
+        calibrate_mixers(model, {name: original.get_submodule(name) for name in report.replaced}, original, images)
 
 
 class Impossible(ValueError):
@@ -191,7 +246,7 @@ def _create(
     site = Site(width or number, number, grid or (14, 14), stage, index)
     product = create_product(to, site, **options, **dd)
     if product is None:
-        return _create_whole(to, adapter, shapes, site, options, dd)
+        return _create_whole(to, host, adapter, shapes, site, options, dd)
     if product.on_grid and not adapter.ordered:
         raise Impossible(f"its tokens are not in the order of a grid, which {to} needs")
     if product.square and shapes is not None and not shapes.q == shapes.k == shapes.v:
@@ -202,13 +257,15 @@ def _create(
 
 
 def _create_whole(
-    to: str, adapter: Adapter, shapes: Shapes | None, site: Site, options: dict[str, Any], dd: dict[str, Any]
+    to: str, host: Any, adapter: Adapter, shapes: Shapes | None, site: Site, options: dict[str, Any], dd: dict[str, Any]
 ) -> nn.Module:
     """A mixer with its own projections in place of the whole attention."""
     if adapter.layout == "other" or not adapter.ordered or adapter.class_attention:
         raise Impossible(f"it does not map tokens of a grid to themselves, which {to} needs")
     if shapes is None or shapes.input is None:
         raise Impossible(f"its input is unknown, because the model takes no single image; {to} needs its width")
+    if isinstance(host, nn.MultiheadAttention) and (shapes.q != shapes.k or not host.batch_first):
+        raise Impossible(f"{to} needs self-attention of tokens with the batch first")
     if shapes.output is not None and shapes.output != shapes.input:
         raise Impossible(f"it changes tokens from {tuple(shapes.input)} to {tuple(shapes.output)}, which {to} cannot")
     dim = shapes.input[1] if adapter.layout == "nchw" and len(shapes.input) == 4 else shapes.input[-1]
@@ -243,15 +300,17 @@ def _nominal_grid(adapter: Adapter, shapes: Shapes | None) -> tuple[int, int] | 
 def _prefix(model: nn.Module, name: str, adapter: Adapter) -> int:
     """The number of prefix tokens of an attention: the adapter's, or that of the nearest module that has one."""
     if adapter.prefix is not None:
-        return adapter.prefix(name) if callable(adapter.prefix) else adapter.prefix
+        return adapter.prefix(name, model.get_submodule(name)) if callable(adapter.prefix) else adapter.prefix
     if adapter.window or adapter.layout in ("nchw", "nhwc"):
         return 0
     parts = name.split(".")
     for end in range(len(parts), -1, -1):
         owner: Any = model.get_submodule(".".join(parts[:end]))
-        for key in ("num_prefix_tokens", "num_tokens", "nb_tokens"):
-            if isinstance(count := getattr(owner, key, None), int):
-                return count
+        if isinstance(count := getattr(owner, "num_prefix_tokens", None), int):
+            return count
+        for key in ("cls_token", "class_token"):
+            if isinstance(token := getattr(owner, key, None), nn.Parameter):
+                return token.shape[-2]
     return 0
 
 
@@ -267,7 +326,7 @@ def _drop_shared_position(model: nn.Module, to: str) -> None:
     """Drop position biases that a model computes once for all blocks."""
     if to != "softmax":
         for module in model.modules():
-            for name in ("shared_rel_pos", "rel_pos_bias"):
+            for name in SHARED_POSITION:
                 if module._modules.get(name) is not None:
                     setattr(module, name, None)
 

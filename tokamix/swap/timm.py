@@ -7,7 +7,7 @@ newer timm does not have is no error.
 from typing import Any
 
 from tokamix.swap import timm_forwards as forwards
-from tokamix.swap._host import BEFORE, Adapter, BlockLayout
+from tokamix.swap._host import AFTER, BEFORE, Adapter, BlockLayout
 
 BIASES: dict[str, Any] = {
     "position": ("attention_biases", "attention_bias_idxs"),
@@ -39,7 +39,7 @@ def _no_spatial(host: Any) -> None:
         host.rel_pos_type = ""
 
 
-def _tnt_prefix(name: str) -> int:
+def _tnt_prefix(name: str, host: Any) -> int:
     """The pixels of a patch have no class token, the patches have."""
     return 0 if name.endswith("attn_in") else 1
 
@@ -182,6 +182,13 @@ KEPT = {
 BLOCKS = {
     "timm.models.vision_transformer.Block": BlockLayout(class_token=True),  # also of DeiT and PiT
     "timm.models.pvt_v2.Block": BlockLayout(),
+    # here the MLP is inside a module that adds the residual
+    "timm.models.efficientvit_msra.EfficientVitBlock": BlockLayout(
+        ("ffn1.m", BEFORE), ("ffn1.m.pw2", BEFORE), ("ffn1.m", AFTER), ("mixer.m", AFTER)
+    ),
+    "timm.models.lowformer.LowFormerBlock": BlockLayout(
+        ("mlp.main", BEFORE), ("mlp.main.fc2", BEFORE), ("mlp.main", AFTER), ("attn.main", AFTER)
+    ),
     "timm.models.twins.Block": BlockLayout(),
     "timm.models.swin_transformer.SwinTransformerBlock": BlockLayout(msa=("drop_path1", BEFORE)),  # outside the windows
 }

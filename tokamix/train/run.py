@@ -45,6 +45,7 @@ class RunResult:
         metric: the metric that selects the best weights: "top1", "miou", "mask_ap", "box_ap" or "knn".
         last: the last evaluation, of the averaged weights if EMA is on, with the keys of `best`. The best epoch is
             chosen on the validation data, which makes its metrics optimistic; these are not.
+        select: which evaluation `best` is: "best" or "last", as the recipe says.
     """
 
     folder: Path
@@ -52,6 +53,7 @@ class RunResult:
     epochs: list[Row] = field(default_factory=list)
     metric: str = "top1"
     last: Row = field(default_factory=dict)
+    select: str = "best"
 
     @property
     def score(self) -> float:
@@ -202,7 +204,8 @@ def train(
     if trained:  # last, without Accelerate's autocast around the model
         engine.check_saved()
     best = engine.best or {}
-    return RunResult(folder.path, best, folder.epochs, job.metric, folder.last_evaluation(best) if best else {})
+    last = folder.last_evaluation(best) if best else {}
+    return RunResult(folder.path, best, folder.epochs, job.metric, last, recipe.select)
 
 
 def _resumed_run(run: Path, output: str | Path | None, recipe: str | Recipe | None) -> tuple[Path, str | Recipe]:

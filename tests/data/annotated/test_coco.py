@@ -215,6 +215,7 @@ ERRORS = {
     "same object": (wrong(GOOD, id=2), "the id 2 occurs twice in annotations"),
     "same category": ({**GOOD, "categories": [CATEGORIES[0]] * 2}, "the id 3 occurs twice in categories"),
     "category": (wrong(GOOD, category_id=4), "annotation 1 has category_id 4, which is not in categories"),
+    "a list as id": (wrong(GOOD, category_id=[3]), r"annotation 1 has category_id \[3\], which is not in categories"),
     "image": (wrong(GOOD, image_id=12), "annotation 1 has image_id 12, which is not in images"),
     "three": (
         wrong(GOOD, bbox=[1, 2, 3]),

@@ -197,7 +197,7 @@ def run(values: dict, images: Tensor, seed: int = 0, size: int = 0) -> Tensor:
 
 def test_padding_and_flips_only_move_pixels() -> None:
     images = noise_images(64, side=12)
-    found = run({"crop_scale": None, "crop_padding": 3, "hflip": 0.5}, images)
+    found = run({"crop_scale": None, "crop_padding": 3, "hflip": 0.25}, images)
     padded = F.pad(images, [3] * 4)
     places = set()
     for image, out in zip(padded, found, strict=True):
@@ -211,7 +211,7 @@ def test_padding_and_flips_only_move_pixels() -> None:
         assert sum(windows.values()) == 1
         places.add(next(place for place, same in windows.items() if same))
     assert len(places) > 40
-    assert 0.3 < sum(flip for *_, flip in places) / len(places) < 0.7
+    assert 0.1 < sum(flip for *_, flip in places) / len(places) < 0.4
     assert torch.equal(run({"crop_scale": None, "hflip": 1.0}, images), images.flip(-1).float())
     assert torch.equal(run({"crop_scale": None, "hflip": 0.0}, images), images.float())
 

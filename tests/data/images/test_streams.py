@@ -167,12 +167,17 @@ def test_errors_of_shards(source: str, tmp_path: Path) -> None:
         ("sizes.json", b"[]", "is broken; expected"),
         ("sizes.json", b'{"train-0000.tar": "7"}', "has '7' for train-0000.tar, but must have a number of images"),
         ("sizes.json", b'{"train-0000.tar": -1}', "has -1 for train-0000.tar"),
+        ("sizes.json", f'{{"train-0000.tar": {10**400}}}'.encode(), "has 1000000.* for train-0000.tar"),
         ("classes.txt", b"\xff\xfe", r"classes\.txt is not a text file in UTF-8"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=message):
             create_dataset(f"wds:{tmp_path}/train-0000.tar,{tmp_path}/val-0000.tar")
         (tmp_path / name).unlink()
+    (tmp_path / "classes.txt").write_text("0\n1\n2")
+    (tmp_path / "sizes.json").write_text('{"train-0000.tar": 0, "val-0000.tar": 7}')
+    with pytest.raises(DataError, match=r"train-0000\.tar has no images"):
+        create_dataset(f"wds:{tmp_path}/train-0000.tar,{tmp_path}/val-0000.tar")
 
 
 def test_corrupt_images_and_shards(source: str, tmp_path: Path) -> None:

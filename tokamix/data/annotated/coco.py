@@ -207,9 +207,9 @@ class CocoFile:
 
     def _check(self, entry: dict[str, Any], images: dict[Any, int], categories: dict[Any, int]) -> None:
         """Raise if an annotation is inconsistent."""
-        if entry["image_id"] not in images:
+        if not _is_id(entry["image_id"]) or entry["image_id"] not in images:
             raise DataError(f"{self._name(entry)} has image_id {entry['image_id']}, which is not in images")
-        if entry["category_id"] not in categories:
+        if not _is_id(entry["category_id"]) or entry["category_id"] not in categories:
             raise DataError(f"{self._name(entry)} has category_id {entry['category_id']}, which is not in categories")
         box, area = entry["bbox"], entry.get("area")
         if not (isinstance(box, list) and len(box) == 4 and all(_is_number(side) for side in box)):
@@ -342,6 +342,10 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path} is a {type(content).__name__}, not a COCO file with images, annotations and categories"
         )
     return content
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int | float | str)
 
 
 def _is_number(value: Any) -> bool:

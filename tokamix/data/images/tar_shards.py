@@ -43,6 +43,8 @@ class TarShards(ImageStream):
             labels = [[item.label for item in self.items(url, peek=True)] for url in urls]
             counts = [len(part) for part in labels]
             names = names or "\n".join(map(str, range(1 + max(itertools.chain([0], *labels)))))
+        if not sum(counts):
+            raise DataError(f"{urls[0]} has no images" if len(urls) == 1 else f"{urls[0]} to {urls[-1]} have no images")
         filled = [(url, count) for url, count in zip(urls, counts, strict=True) if count]
         super().__init__([u for u, _ in filled], sum(counts), names.split("\n"), [c for _, c in filled])
 
@@ -70,7 +72,7 @@ def _parse_sizes(text: str, urls: Sequence[str]) -> list[int]:
     for url, count in zip(urls, counts, strict=True):
         if count is None:
             raise DataError(f"sizes.json has no number of images for {url}")
-        if type(count) is not int or count < 0:
+        if type(count) is not int or not 0 <= count < 2**40:
             raise DataError(f"{beside} has {count!r} for {Path(url).name}, but must have a number of images")
     return counts
 

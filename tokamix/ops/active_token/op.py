@@ -95,7 +95,7 @@ def _check(x: Tensor, offset: Tensor, axes: int) -> None:
             f"{tuple(x.shape)} and {tuple(offset.shape)}"
         )
     channels, given = x.shape[3], offset.shape[3]
-    if given == 0 or given % axes or channels % (given // axes):
+    if 0 in (channels, given) or given % axes or channels % (given // axes):
         raise ValueError(
             f"{channels} channels cannot share {given} offsets over {axes} {'axis' if axes == 1 else 'axes'}: pass "
             f"{axes} * C / share of them, with a share that divides {channels}"

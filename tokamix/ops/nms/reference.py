@@ -24,7 +24,7 @@ def exported_nms(boxes: Tensor, valid: Tensor, iou_threshold: float) -> Tensor:
     from torchvision.ops import nms
 
     lists, n = valid.shape
-    span = boxes.amax() + 1  # boxes are clipped to their image, so they start at 0
+    span = boxes.flatten().amax(0) + 1  # boxes are clipped to their image, so they start at 0
     place = torch.arange(lists, device=boxes.device, dtype=boxes.dtype)[:, None, None] * span
     moved = torch.where(valid[..., None], boxes + place, -1 - torch.arange(n, device=boxes.device)[:, None] * 2.0)
     scores = torch.arange(lists * n, 0, -1, device=boxes.device, dtype=torch.float32)

@@ -57,6 +57,8 @@ def _check(features: Sequence[Tensor], boxes: Tensor, image_index: Tensor, level
     if len(kinds) > 1 or features[0].ndim != 4:
         shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in features)
         raise ValueError(f"feature maps must be (B, C, H_i, W_i) with the same B, C and dtype, got {shapes}")
+    if empty := [x for x in features if not x.numel()]:
+        raise ValueError(f"feature maps must not be empty, got {tuple(empty[0].shape)}")  # torchvision would crash
     dispatch.check_floating("multiscale_roi_align", features[0])
     if boxes.ndim != 2 or boxes.shape[1] != 4 or not image_index.shape == level.shape == boxes.shape[:1]:
         shapes = ", ".join(str(tuple(x.shape)) for x in (boxes, image_index, level))

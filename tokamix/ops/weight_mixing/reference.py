@@ -66,10 +66,13 @@ def mixing_weights(
         logits = table[:, None, None]
     else:
         rows = to_windows(policy, grid, window, shift).permute(2, 0, 1, 4, 3)  # (sources, B, windows, heads, K)
+        if activation in ("l2", "layernorm") and rows.dtype == torch.float16:
+            rows = rows.float()  # they divide by the size of the logits, so that gradients may exceed float16
         logits = torch.bmm(rows.flatten(1, 3), table.to(rows.dtype)).unflatten(1, rows.shape[1:4])
     if logits.dtype == torch.float16:  # if the product overflows, the largest weight still dominates
         logits = logits.clamp(-65504, 65504)
-    return normalise(logits, activation, same_side(grid, window, shift, bank.device) if shift_mask else None)
+    weights = normalise(logits, activation, same_side(grid, window, shift, bank.device) if shift_mask else None)
+    return weights if policy is None else weights.to(policy.dtype)
 
 
 def normalise(logits: Tensor, activation: str, allowed: Tensor | None = None) -> Tensor:

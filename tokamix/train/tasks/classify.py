@@ -16,10 +16,11 @@ from tokamix._construction import read_record
 from tokamix.checkpoint import load_checkpoint
 from tokamix.compile import compile_blocks
 from tokamix.data import DatasetSplits, ImageDataset, Loader, create_dataset, mix
+from tokamix.data.decode import first_line
 from tokamix.data.images.loader import create_eval_loader, create_train_loader
 from tokamix.evaluate.accuracy import measure_accuracy
 from tokamix.evaluate.report import write_report
-from tokamix.inference import UNKNOWN, InferenceConfig, create_saved_classifier
+from tokamix.inference import UNKNOWN, InferenceConfig, create_saved_classifier, evaluation_mode
 from tokamix.recipes import Recipe
 from tokamix.train.output.reload import check_reload, compare_models, compare_structure
 from tokamix.train.setup.accelerator import Accelerator
@@ -72,8 +73,23 @@ class Classify:
         self.num_features = getattr(network, "num_features", None)
         self.inference = self._inference_config(network)
         if isinstance(model, nn.Module):
+            self._check_forward(network)
             self._check_construction(network)
         return network
+
+    def _check_forward(self, network: nn.Module) -> None:
+        """Find out before training whether a given module takes the recipe's images."""
+        like = next(network.parameters(), torch.empty(0))
+        shape = (2, self.in_chans, self.recipe.image_size, self.recipe.image_size)
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), evaluation_mode(network):
+                network(torch.zeros(shape, device=like.device, dtype=like.dtype))
+        except (RuntimeError, ValueError, TypeError) as error:
+            reason = shorten(first_line(error), 200)
+            raise ValueError(
+                f"the model cannot process images of shape {shape} ({reason}); train with another image_size, or"
+                " change the model"
+            ) from error
 
     def _check_construction(self, network: nn.Module) -> None:
         """Find out before training whether config.json can describe a given module; otherwise mark it as unknown."""

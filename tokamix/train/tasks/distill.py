@@ -28,14 +28,18 @@ class Distill(Classify):
         if hasattr(model, "set_distilled_training"):
             model.set_distilled_training(True)  # type: ignore[operator]
         if accelerator is not None:
-            self.teacher = load_teacher(
-                str(self.recipe.teacher),
-                self.splits.num_classes,
-                (self.inference.mean, self.inference.std),
-                accelerator.device,
-                accelerator.autocast,
-                self.recipe.compile,
-            )
+            self.teacher = self.load_teacher(accelerator)
+
+    def load_teacher(self, accelerator: Accelerator) -> Teacher:
+        """Load the teacher of the recipe."""
+        return load_teacher(
+            str(self.recipe.teacher),
+            self.splits.num_classes,
+            (self.inference.mean, self.inference.std),
+            accelerator.device,
+            accelerator.autocast,
+            self.recipe.compile,
+        )
 
     def loss(self, model: nn.Module, images: Tensor, labels: Tensor, position: Position) -> tuple[Tensor, Logs]:
         """Compute the loss of a batch, and the scalars to log."""

@@ -19,9 +19,18 @@ class DinoHead(nn.Module):
         hidden_dim: width of the hidden layers.
         bottleneck_dim: width of the normalised vector.
         norm_last_layer: the vectors of the last layer keep norm 1; otherwise their norms are learned.
+        batch_norm: BatchNorm in the hidden layers.
     """
 
-    def __init__(self, in_dim: int, out_dim: int, hidden_dim: int, bottleneck_dim: int, norm_last_layer: bool) -> None:
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        hidden_dim: int,
+        bottleneck_dim: int,
+        norm_last_layer: bool = True,
+        batch_norm: bool = False,
+    ) -> None:
         super().__init__()
         widths = (in_dim, hidden_dim, hidden_dim, bottleneck_dim)
         layers: list[nn.Module] = []
@@ -29,9 +38,10 @@ class DinoHead(nn.Module):
             linear = nn.Linear(before, after)
             trunc_normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
-            layers += [linear, nn.GELU()]
-        self.mlp = nn.Sequential(*layers[:-1])
-        self.directions = nn.Parameter(torch.randn(out_dim, bottleneck_dim))  # of the last layer; their norm is ignored
+            layers += [linear, nn.BatchNorm1d(after), nn.GELU()] if batch_norm else [linear, nn.GELU()]
+        self.mlp = nn.Sequential(*layers[: -2 if batch_norm else -1])
+        # of the last layer; only their directions matter, but the shorter they are, the faster these change
+        self.directions = nn.Parameter(nn.Linear(bottleneck_dim, out_dim, bias=False).weight.detach())
         self.norms = nn.Parameter(torch.ones(out_dim, 1), requires_grad=not norm_last_layer)
 
     def forward(self, x: Tensor) -> Tensor:

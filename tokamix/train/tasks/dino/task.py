@@ -72,7 +72,8 @@ class Dino(Classify):
             model.reset_classifier(0)  # type: ignore[operator]
         backbone = super().create_model(model, checkpoint, pretrained)
         features = self._check_sizes(backbone)
-        head = DinoHead(features, recipe.out_dim, recipe.head_dim, recipe.bottleneck_dim, recipe.norm_last_layer)
+        widths = (features, recipe.out_dim, recipe.head_dim, recipe.bottleneck_dim)
+        head = DinoHead(*widths, recipe.norm_last_layer, recipe.head_batch_norm)
         self.network = DinoNetwork(backbone, head)
         return self.network
 

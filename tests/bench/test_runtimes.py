@@ -1,0 +1,118 @@
+"""`tokamix bench MODELS` and `tokamix pick`: rows, the correctness gate, failures, recommendations."""
+
+import csv
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.command import call
+from tokamix.bench import pick, runtimes
+from tokamix.bench.runtimes import RuntimeRow
+
+
+class Small(nn.Module):
+    num_classes = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.conv(x).sigmoid().mean((2, 3)))
+
+
+@pytest.fixture(autouse=True)
+def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtimes, "create_for_size", lambda name, size: Small().eval())
+
+
+def test_command(tmp_path: Path) -> None:
+    """Both runtimes and sizes are measured; cost, error and speed-up stand in the file."""
+    out = call(
+        "bench", "stvit_small", "--sizes", "8,12", "--runtime", "eager,onnx", "--seconds", "0", "--device", "cpu",
+        "-o", tmp_path,
+    )  # fmt: skip
+    rows = list(csv.DictReader((tmp_path / "runtimes.csv").open()))
+    assert [(row["runtime"], row["size"]) for row in rows] == [
+        ("eager", "8"),
+        ("onnx", "8"),
+        ("eager", "12"),
+        ("onnx", "12"),
+    ]
+    assert rows[0]["speedup"] == "1"
+    assert all(float(row["milliseconds"]) > 0 and float(row["error"]) < 1e-5 for row in rows)
+    assert rows[0]["parameters"] == str(sum(p.numel() for p in Small().parameters()))
+    assert rows[0]["exps"] == str(4 * 6 * 6)
+    assert (tmp_path / "runtimes.png").read_bytes().startswith(b"\x89PNG")
+    assert "stvit_small" in out
+
+
+def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(runtimes, "_create_call", lambda *args: lambda: torch.zeros(1, 3))
+    assert not list(runtimes.measure_runtimes(["stvit_small"], [8], seconds=0, log=lines.append))
+    assert "not timed, because the result is wrong" in lines[0]
+
+
+def test_bad_input() -> None:
+    def error(*args: str) -> str:
+        return call("bench", "stvit_small", "--device", "cpu", *args, code=1)
+
+    assert "--sizes is '8,x', but must be numbers" in error("--sizes", "8,x")
+    assert "there is no runtime 'tensorrt'; choose from eager" in error("--runtime", "tensorrt")
+    assert "CUDA graphs need a GPU" in error("--runtime", "graphs")
+    assert "there is no model 'stvit'" in call(
+        "pick", "--budget-ms", "5", "--models", "stvit", "--device", "cpu", code=1
+    )
+    assert "accuracy of resnet18 is not known" in call("pick", "--budget-ms", "5", "--models", "resnet18", code=1)
+    assert "the budget is -1.0 ms" in call("pick", "--budget-ms", "-1", "--device", "cpu", code=1)
+
+
+def rows_of(name: str, milliseconds: dict[str, float]) -> list[RuntimeRow]:
+    return [
+        RuntimeRow(name, runtime, "cpu", 224, 1, ms, 0.1, 1e3 / ms, 1.0, 0.1, math.nan, 1, 1, 1, 0.0)
+        for runtime, ms in milliseconds.items()
+    ]
+
+
+def test_pick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most accurate model within the budget; slow ones are not exported; nothing fits: said so, exit code 1."""
+    speeds = {
+        "stvit_small": {"eager": 900.0},  # 83.6 %, hopeless
+        "xcit_small_12_p16_sima": {"eager": 100.0, "onnx": 60.0},  # 82.1 %
+        "atmnet_tiny": {"eager": 90.0, "onnx": 45.0, "openvino": 30.0},  # 82.0 %
+        "deit_small_sima": {"eager": 20.0},
+    }
+    measured: list[tuple[str, tuple[str, ...]]] = []
+
+    def measure(models, sizes, batches, wanted, device, seconds, log):
+        measured.append((models[0], tuple(wanted)))
+        return iter(rows_of(models[0], {r: ms for r, ms in speeds[models[0]].items() if r in wanted}))
+
+    monkeypatch.setattr(pick, "measure_runtimes", measure)
+    options = ("--models", ",".join(speeds), "--runtime", "eager,onnx,openvino", "--device", "cpu")
+    out = call("pick", "--budget-ms", "50", *options)
+    assert "atmnet_tiny in openvino: 30.0 ms of 50, top-1 82.0 % (the paper; no weights of ours)" in out
+    assert "too slow in eager mode: stvit_small" in out
+    assert ("stvit_small", ("eager", "onnx", "openvino")) not in measured
+    assert "deit_small_sima" not in [name for name, _ in measured]
+    out = call("pick", "--budget-ms", "5", *options, code=1)
+    assert "nothing keeps 5 ms: the fastest is deit_small_sima in eager with 20.0 ms" in out
+
+
+def test_candidates() -> None:
+    found = pick.list_candidates()
+    assert [c.top1 for c in found] == sorted((c.top1 for c in found), reverse=True)
+    assert {"stvit_small", "atmnet_tiny", "convnext_tiny"} <= {c.name for c in found}
+
+
+def test_softmax_row() -> None:
+    from tokamix.bench.softmax import measure_softmax
+
+    row = measure_softmax(4, 64, seconds=0.0)
+    assert row.tokens == 16
+    assert row.share < 1
+    assert min(row.softmax_ms, row.products_ms, row.linear_ms) > 0

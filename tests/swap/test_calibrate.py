@@ -1,0 +1,121 @@
+"""Calibration of swapped mixers: closed form, deterministic, no new parameters."""
+
+import copy
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import tokamix
+from tokamix.swap.calibrate import calibrate_mixers
+
+COLUMN: dict[str, Any] = {"img_size": 32, "patch_size": 4, "dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
+
+
+def create(host: str) -> nn.Module:
+    torch.manual_seed(0)
+    if host == "column":
+        model = tokamix.create_model("columnar_tiny_softmax", weight_init="fan_in", **COLUMN)
+    elif host == "column with norms":
+        model = tokamix.create_model("columnar_tiny_softmax", **COLUMN, mixer_kwargs={"qk_norm": True})
+    else:
+        model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2)
+    for name, parameter in model.named_parameters():
+        if "qkv.weight" in name:
+            nn.init.normal_(parameter, std=0.25)  # attention that is far from uniform
+    return model.eval()
+
+
+def images(count: int = 48) -> Tensor:
+    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def output_error(model: nn.Module, original: nn.Module, name: str, batch: Tensor) -> float:
+    """Squared error of a mixer on the original's input, relative to the variance of the original's output."""
+    seen: list[Any] = []
+    hook = original.get_submodule(name).register_forward_hook(lambda _, args, output: seen.append((args, output)))
+    original(batch)
+    hook.remove()
+    args, target = seen[0]
+    return (
+        (model.get_submodule(name)(*args) - target).square().sum() / (target - target.mean((0, 1))).square().sum()
+    ).item()
+
+
+@pytest.mark.parametrize(
+    ("host", "to", "factor"),
+    [
+        ("column", "sima", 0.5),
+        ("column with norms", "sima", 0.5),
+        ("vit", "sima", 0.5),
+        ("column with norms", "super_token", 1.0),
+        ("column", "weight_mixing", 1.0),
+        ("column", "active_token", 1.0),
+    ],
+)
+def test_calibration_reduces_the_error(host: str, to: str, factor: float) -> None:
+    """On noise, mixers other than SimA gain little: their fits are least squares, so they never lose."""
+    original, batch = create(host), images()
+    naive, model = copy.deepcopy(original), copy.deepcopy(original)
+    torch.manual_seed(0)
+    report = tokamix.swap_mixer(naive, to)
+    torch.manual_seed(0)
+    tokamix.swap_mixer(model, to, calibrate=batch)
+    before, after = naive.state_dict(), model.state_dict()
+    assert {name: tensor.shape for name, tensor in before.items()} == {n: tensor.shape for n, tensor in after.items()}
+    for name in report.replaced:
+        tested = images(96)[48:] if to == "sima" else batch  # unseen images
+        assert output_error(model, original, name, tested) < factor * output_error(naive, original, name, tested)
+    trunk = [name for name in before if not name.startswith(tuple(report.replaced))]
+    assert len(trunk) > 10
+    assert all(torch.equal(before[name], after[name]) for name in trunk)
+
+
+def test_errors_are_those_of_the_outputs_and_repeat_exactly() -> None:
+    original, batch = create("column"), images()
+    hosts = {f"blocks.{i}.mixer": original.get_submodule(f"blocks.{i}.mixer") for i in range(2)}
+    weights = []
+    for batches in (batch, batch, batch.split(16)):
+        model = copy.deepcopy(original).train()
+        tokamix.swap_mixer(model, "sima")
+        errors = calibrate_mixers(model, hosts, original, batches)
+        assert model.training
+        for name, error in errors.items():
+            assert error == pytest.approx(output_error(model.eval(), original, name, batch), rel=1e-3)
+        weights.append(model.state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    for name, tensor in weights[0].items():  # several batches are like one
+        torch.testing.assert_close(weights[2][name], tensor, rtol=1e-3, atol=1e-3)
+
+
+def test_uniform_attention_becomes_sima_exactly() -> None:
+    """SimA with constant queries and keys is uniform attention; the gain is the number of tokens."""
+    original = create("column")
+    with torch.no_grad():
+        for block in original.blocks:
+            block.mixer.qkv.weight[:64].zero_()
+            block.mixer.qkv.bias.normal_()
+    model = copy.deepcopy(original)
+    tokamix.swap_mixer(model, "sima", calibrate=images())
+    torch.testing.assert_close(model(images()), original(images()), rtol=1e-3, atol=1e-4)
+
+
+def test_super_tokens_of_one_token_stay_what_they_are() -> None:
+    original = create("column with norms")
+    model = copy.deepcopy(original)
+    tokamix.swap_mixer(model, "super_token", mixer_kwargs={"cell": 1}, calibrate=images())
+    torch.testing.assert_close(model(images()), original(images()), rtol=1e-4, atol=1e-5)
+
+
+def test_some_blocks_of_a_body_and_bad_input() -> None:
+    model = create("column")
+    with pytest.raises(ValueError, match=r"where=.blocks\.7\.mixer. matches no attention: there are 2"):
+        tokamix.swap_mixer(model, "sima", where=["blocks.7.mixer"])
+    with pytest.raises(ValueError, match="calibration needs images, got none"):
+        tokamix.swap_mixer(copy.deepcopy(model), "sima", calibrate=[])
+    report = tokamix.swap_mixer(model, "sima", where=["blocks.1.mixer"])
+    assert list(report.replaced) == ["blocks.1.mixer"]
+    assert [type(block.mixer).__name__ for block in model.blocks] == ["SoftmaxAttention", "SimASelfAttention"]

@@ -1,0 +1,119 @@
+"""`pick`: the most accurate model that keeps a time budget on this machine, in the runtime that does it."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import timm
+from timm.models import is_model
+
+from tokamix.bench.runtimes import RuntimeRow, installed_runtimes, measure_runtimes
+from tokamix.models._registry import list_models
+
+LARGEST_SPEEDUP = 6.0  # no runtime is known to be that much faster than eager, so slower models need no export
+# ImageNet top-1 of peers, as timm's table of results prints it (results-imagenet.csv)
+PEERS = {
+    "convnext_tiny.fb_in1k": 82.1,
+    "swin_tiny_patch4_window7_224.ms_in1k": 81.4,
+    "deit_small_patch16_224.fb_in1k": 79.9,
+}
+
+
+@dataclass
+class Candidate:
+    """A model, and the accuracy it is chosen for."""
+
+    name: str
+    top1: float
+    source: str  # of the accuracy
+
+
+@dataclass
+class PickResult:
+    """What `pick` measured and recommends."""
+
+    budget_ms: float
+    best: RuntimeRow | None  # None: nothing keeps the budget
+    candidate: Candidate | None
+    rows: list[RuntimeRow] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)  # models that are too slow in eager mode to be exported
+    accuracy: dict[str, Candidate] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        """The recommendation in one sentence."""
+        if self.best is None or self.candidate is None:
+            if not self.rows:
+                return "nothing could be measured"
+            fastest = min(self.rows, key=lambda row: row.milliseconds)
+            return (
+                f"nothing keeps {self.budget_ms:g} ms: the fastest is {fastest.model} in {fastest.runtime} with"
+                f" {fastest.milliseconds:.1f} ms; allow more time, smaller images, or name other models with --models"
+            )
+        return (
+            f"{self.best.model} in {self.best.runtime}: {self.best.milliseconds:.1f} ms of {self.budget_ms:g}, top-1"
+            f" {self.candidate.top1} % ({self.candidate.source})"
+        )
+
+
+def list_candidates(names: Sequence[str] = ()) -> list[Candidate]:
+    """Models with a known ImageNet accuracy, the most accurate first.
+
+    Args:
+        names: of models; default: ours with an accuracy printed in their paper, and three of timm's.
+    """
+    candidates = []
+    for name in names or [*list_models(), *PEERS]:
+        architecture = name.split(".")[0]
+        if not is_model(architecture):
+            raise ValueError(f"there is no model {name!r}; `tokamix models` lists ours, timm.list_models() the others")
+        cfg = timm.get_pretrained_cfg(name, allow_unregistered=True)
+        found = re.search(r"top1=([\d.]+)", " ".join(getattr(cfg, "notes", None) or ()))
+        if name in PEERS:
+            candidates.append(Candidate(architecture, PEERS[name], "timm's results"))
+        elif found and getattr(cfg, "num_classes", 1000) == 1000:
+            candidates.append(Candidate(name, float(found[1]), "the paper; no weights of ours"))
+        elif names:
+            raise ValueError(f"the ImageNet accuracy of {name} is not known, so it cannot be chosen by it")
+    return sorted(candidates, key=lambda candidate: -candidate.top1)
+
+
+def pick(
+    budget_ms: float,
+    size: int = 224,
+    device: str = "cpu",
+    models: Sequence[str] = (),
+    runtimes: Sequence[str] = (),
+    seconds: float = 3.0,
+    log: Callable[[str], None] = print,
+) -> PickResult:
+    """Measure models here, the most accurate first, until one keeps the budget in some runtime.
+
+    Args:
+        budget_ms: milliseconds for one image.
+        size: side of the images.
+        device: "cpu" or "cuda".
+        models: candidates; default: see `list_candidates`.
+        runtimes: default: all that are installed.
+        seconds: time of each measurement.
+        log: called with a line for each preparation.
+    """
+    if budget_ms <= 0:
+        raise ValueError(f"the budget is {budget_ms} ms, but must be positive")
+    candidates = list_candidates(models)
+    result = PickResult(budget_ms, None, None, accuracy={c.name: c for c in candidates})
+    names = list(runtimes) or installed_runtimes(device)
+    others = [name for name in names if name != "eager"]
+    for candidate in candidates:
+        eager = list(measure_runtimes([candidate.name], [size], [1], ["eager"], device, 0.0, log))
+        if not eager or (eager[0].milliseconds > LARGEST_SPEEDUP * budget_ms and device == "cpu"):
+            if eager:
+                result.rows += eager
+                result.skipped.append(candidate.name)
+            continue
+        rows = list(measure_runtimes([candidate.name], [size], [1], ["eager", *others], device, seconds, log))
+        result.rows += rows
+        fitting = [row for row in rows if row.milliseconds <= budget_ms]
+        if fitting:
+            result.best, result.candidate = min(fitting, key=lambda row: row.milliseconds), candidate
+            return result
+    return result

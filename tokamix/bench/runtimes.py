@@ -1,0 +1,299 @@
+"""Latency of models in several runtimes, all in turn in one run: PyTorch, ONNX Runtime, OpenVINO; `tokamix bench`."""
+
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.utils import reparameterize_model
+from torch import Tensor, nn
+
+from tokamix.bench.timing import peak_gb, relative_rmse
+from tokamix.cost import count_exp, count_macs
+from tokamix.export import export
+from tokamix.export.check import TOLERANCE
+from tokamix.inference import InferenceConfig
+from tokamix.models._registry import create_model
+from tokamix.runtimes import load_exported
+
+# runtime -> package that it needs, target of `tokamix export`, precision
+EXPORTED = {
+    "onnx": ("onnxruntime", "onnx", "fp32"),
+    "onnx-int8": ("onnxruntime", "onnx", "int8"),
+    "openvino": ("openvino", "openvino", "fp32"),
+    "openvino-bf16": ("openvino", "openvino", "bf16"),
+    "openvino-int8": ("nncf", "openvino", "int8"),
+    "aoti": ("torch", "aoti", "fp32"),
+}
+RUNTIMES = ("eager", "compile", "graphs", *EXPORTED)
+ANY_SIZE: tuple[dict[str, Any], ...] = (
+    {"img_size": None},
+    {"dynamic_img_size": True},
+    {},
+)  # arguments with which a model takes another size
+WARM_UP, MIN_ROUNDS = 3, 7
+
+
+@dataclass
+class RuntimeRow:
+    """One model in one runtime."""
+
+    model: str
+    runtime: str
+    device: str
+    size: int
+    batch: int
+    milliseconds: float  # median of one batch
+    spread: float  # half the range between the quartiles, as a fraction of the median
+    images_per_second: float
+    speedup: float  # over eager in the same run; NaN without eager
+    memory_gb: float  # peak on a GPU; resident memory that loading and one call added on a CPU
+    joules_per_image: float  # NaN where the device does not tell its power
+    parameters: int
+    macs: int
+    exps: int
+    error: float  # relative RMSE of the logits against float32 in eager mode
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row as a dict, for a CSV file."""
+        return asdict(self)
+
+
+def installed_runtimes(device: str) -> list[str]:
+    """The runtimes that can be measured here, without those that are slow to prepare."""
+    names = ["eager", *(["compile", "graphs"] if device == "cuda" else [])]
+    if device == "cpu":
+        names += [name for name, (package, _, _) in EXPORTED.items() if find_spec(package) and name != "aoti"]
+    return names
+
+
+def measure_runtimes(
+    models: Sequence[str],
+    sizes: Sequence[int] = (224,),
+    batches: Sequence[int] = (1,),
+    runtimes: Sequence[str] = ("eager",),
+    device: str = "cpu",
+    seconds: float = 5.0,
+    log: Callable[[str], None] = print,
+) -> Iterator[RuntimeRow]:
+    """Check and time models; the models and runtimes of one size and batch run in turn, so that load hits all alike.
+
+    int8 is calibrated on random images here: its speed is right, its accuracy is not judged. A model that fails in a
+    runtime is logged and left out.
+
+    Args:
+        models: names, ours or timm's.
+        sizes: sides of the images.
+        batches: images of one call.
+        runtimes: of `RUNTIMES`.
+        device: "cpu" or "cuda".
+        seconds: time for each size and batch, divided among all.
+        log: called with a line for each preparation and failure.
+    """
+    if unknown := [name for name in runtimes if name not in RUNTIMES]:
+        raise ValueError(f"there is no runtime {unknown[0]!r}; choose from {', '.join(RUNTIMES)}")
+    if device == "cpu" and "graphs" in runtimes:
+        raise ValueError("CUDA graphs need a GPU; leave out the runtime graphs")
+    if device == "cuda" and (wrong := [name for name in runtimes if name.startswith("openvino")]):
+        raise ValueError(f"{wrong[0]} runs on a CPU; use --device cpu")
+    for size in sizes:
+        for batch in batches:
+            with tempfile.TemporaryDirectory() as folder:
+                cases = list(_prepare(models, size, batch, runtimes, device, Path(folder), log))
+                yield from _time_in_turn(cases, seconds)
+
+
+def create_for_size(name: str, size: int) -> nn.Module:
+    """Create a model, with random weights, that takes images of this size."""
+    for arguments in ANY_SIZE:
+        filled: dict[str, Any] = {key: size if value is None else value for key, value in arguments.items()}
+        try:
+            return create_model(name, **filled).eval()
+        except (TypeError, ValueError):  # an argument that the model does not have
+            continue
+    return create_model(name).eval()
+
+
+def _prepare(
+    names: Sequence[str],
+    size: int,
+    batch: int,
+    runtimes: Sequence[str],
+    device: str,
+    folder: Path,
+    log: Callable[[str], None],
+) -> Iterator[tuple[RuntimeRow, Callable[[], object]]]:
+    for name in names:
+        torch.manual_seed(0)
+        model = create_for_size(name, size)
+        images = torch.randn(batch, 3, size, size)
+        with torch.no_grad():
+            exact = model(images[:1])
+        parameters = sum(p.numel() for p in model.parameters())
+        counts = (parameters, count_macs(model, size), count_exp(model, size).total())
+        folded = reparameterize_model(model)
+        for runtime in runtimes:
+            label = f"{name} {runtime} {size} px, batch {batch}"
+            start, resident = time.perf_counter(), _resident_gb()
+            try:
+                call = _create_call(runtime, folded, images, device, folder / f"{name}_{runtime}_{size}_{batch}")
+                error = relative_rmse(_first(call())[:1].float().cpu(), exact)
+                precision = EXPORTED[runtime][2] if runtime in EXPORTED else "bf16" if device == "cuda" else "fp32"
+                if not error <= TOLERANCE[precision]:
+                    raise RuntimeError(f"not timed, because the result is wrong: relative error {error:.1e}")
+            except Exception as problem:  # the others must still be measured
+                log(f"{label}: FAILED, {type(problem).__name__}: {str(problem).splitlines()[0][:200]}")
+                continue
+            memory = peak_gb(call) if device == "cuda" else _resident_gb() - resident
+            log(f"{label}: ready after {time.perf_counter() - start:.0f} s, relative error {error:.0e}")
+            head = (name, runtime, device, size, batch)
+            nan = math.nan
+            yield RuntimeRow(*head, nan, nan, nan, nan, memory, nan, *counts, error), call
+
+
+def _create_call(runtime: str, model: nn.Module, images: Tensor, device: str, path: Path) -> Callable[[], Any]:
+    if runtime in EXPORTED:
+        from tokamix.export.write import SUFFIX
+
+        _, target, precision = EXPORTED[runtime]
+        size = (images.shape[-2], images.shape[-1])
+        config = InferenceConfig.from_model(model)
+        options: dict[str, Any] = (
+            {"data": _random_data(size[0], len(config.class_names))} if precision == "int8" else {}
+        )
+        report = export(
+            model,
+            path.with_name(path.name + SUFFIX[target]),
+            to=target,  # type: ignore[arg-type]
+            size=size,
+            batch=len(images),
+            precision=precision,  # type: ignore[arg-type]
+            config=config.replace(crop_pct=1.0),
+            **options | ({"max_drop": 101, "keep_layers": 0} if options else {}),
+        )
+        exported = load_exported(report.path, device, threads=torch.get_num_threads())
+        return lambda: exported.run(images)
+    model, images = model.to(device), images.to(device)
+    if device == "cuda":
+        model, images = model.to(torch.bfloat16), images.to(torch.bfloat16)
+    network: Any = model
+    if runtime != "eager":
+        network = torch.compile(model, mode="reduce-overhead" if runtime == "graphs" else None)
+
+    def run() -> Any:
+        with torch.inference_mode():
+            out = network(images)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return out
+
+    return run
+
+
+def _random_data(size: int, classes: int) -> Any:
+    """A few random images: enough to calibrate int8 where only its speed counts."""
+    from tokamix.data import ArrayDataset, DatasetSplits
+
+    images = torch.randint(256, (8, 3, size, size), dtype=torch.uint8)
+    names = tuple(map(str, range(classes)))
+    part = ArrayDataset(images, torch.zeros(8, dtype=torch.int64), names)
+    return DatasetSplits("random images", part, part, names)
+
+
+def _time_in_turn(cases: list[tuple[RuntimeRow, Callable[[], object]]], seconds: float) -> Iterator[RuntimeRow]:
+    """Call all cases in turn until the time is over; the medians of what each took."""
+    times: list[list[float]] = [[] for _ in cases]
+    start, rounds = time.perf_counter(), 0
+    while cases and (rounds < WARM_UP + MIN_ROUNDS or time.perf_counter() - start < seconds):
+        for (_, call), values in zip(cases, times, strict=True):
+            begin = time.perf_counter()
+            call()
+            values.append(1e3 * (time.perf_counter() - begin))
+        rounds += 1
+    kept = [values[WARM_UP:] for values in times]
+    eager = {row.model: statistics.median(v) for (row, _), v in zip(cases, kept, strict=True) if row.runtime == "eager"}
+    for (row, call), values in zip(cases, kept, strict=True):
+        row.milliseconds = statistics.median(values)
+        low, _, high = statistics.quantiles(values, n=4)
+        row.spread = (high - low) / 2 / row.milliseconds
+        row.images_per_second = 1e3 * row.batch / row.milliseconds
+        row.speedup = eager.get(row.model, math.nan) / row.milliseconds
+        row.joules_per_image = _joules(call, row) if row.device == "cuda" else math.nan
+        yield row
+
+
+def _joules(call: Callable[[], object], row: RuntimeRow) -> float:
+    """Energy of one image: the power that the GPU reports while the model runs for a second, times its time."""
+    try:
+        watts, end = [], time.perf_counter() + 1
+        while time.perf_counter() < end:
+            call()
+            watts.append(torch.cuda.power_draw() / 1e3)
+        return statistics.mean(watts) / row.images_per_second
+    except Exception:  # without nvidia-ml-py, or a GPU that does not tell
+        return math.nan
+
+
+def _first(outputs: Any) -> Tensor:
+    return outputs if isinstance(outputs, Tensor) else torch.as_tensor(outputs[0])
+
+
+def _resident_gb() -> float:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1e9
+    except (OSError, ValueError):  # not Linux
+        return math.nan
+
+
+def write_rows(rows: Iterator[RuntimeRow], path: Path) -> list[RuntimeRow]:
+    """Write each row to a CSV file as soon as it is measured."""
+    import csv
+
+    written: list[RuntimeRow] = []
+    with ExitStack() as stack:
+        writer: Any = None
+        for row in rows:
+            if writer is None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(path.open("w", newline=""))
+                writer = csv.DictWriter(file, list(row.as_dict()))
+                writer.writeheader()
+            writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.as_dict().items()})
+            file.flush()
+            written.append(row)
+    if not written:
+        raise RuntimeError("all measurements failed; nothing is written")
+    return written
+
+
+def draw_rows(rows: Sequence[RuntimeRow], path: Path) -> None:
+    """Draw latencies as bars, one group for each model and size, one colour for each runtime."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("plots need matplotlib: pip install 'tokamix[bench]'") from None
+    groups = list(dict.fromkeys((row.model, row.size, row.batch) for row in rows))
+    runtimes = list(dict.fromkeys(row.runtime for row in rows))
+    figure = Figure(figsize=(max(6.0, 1.1 + 0.26 * len(groups) * (len(runtimes) + 1)), 4.2), layout="constrained")
+    axes = figure.subplots()
+    width = 1 / (len(runtimes) + 1)
+    for i, runtime in enumerate(runtimes):
+        found = {(row.model, row.size, row.batch): row.milliseconds for row in rows if row.runtime == runtime}
+        places = [j for j, group in enumerate(groups) if group in found]
+        axes.bar([j + i * width for j in places], [found[groups[j]] for j in places], 0.9 * width, label=runtime)
+    labels = [f"{model}\n{size} px, batch {batch}" for model, size, batch in groups]
+    axes.set_xticks([j + width * (len(runtimes) - 1) / 2 for j in range(len(groups))], labels, fontsize=8)
+    axes.set_ylabel("milliseconds, median")
+    axes.set_title(f"Latency on {rows[0].device}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,323 @@
+"""Calibration: fit new mixers to the attention they replace on a few images, in closed form.
+
+After a swap the outputs of SimA are one to three orders of magnitude too small, so a pretrained network starts with its
+attention almost off. Calibration rewrites weights that exist: it adds no parameters, draws no random numbers and takes
+no gradient steps. Three fits, each by least squares:
+
+- Queries and keys of SimA. SimA's weights are bilinear in the tokens, those of softmax are not; the best bilinear
+  approximation of a head's attention matrix, as a function of its queries, keys and a constant, is a small matrix M.
+  Its factors become the new projections. They are rotated so that every channel has the same norm: SimA divides each
+  channel by its norm, which would change their proportions otherwise.
+- The bank of weight mixing becomes the logarithm of the mean attention at each displacement.
+- A gain for each head, then the output projection, so that the mixer's output is that of the attention.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokamix.layers import split_heads
+from tokamix.mixers.weight_mixing import WeightMixing
+
+OUTPUTS = ("proj", "out_proj", "refine.proj")  # names of output projections
+RIDGE = 1e-2  # of the output projection, relative to the energy of each feature; it keeps the projection at 0 features
+DAMPING = 1e-4  # of the bilinear fit
+STEPS = 8  # of conjugate gradients; more do not change the accuracy
+MATRIX_ELEMENTS = 2**26  # of the attention matrices held at a time
+Images = Tensor | Iterable[Tensor]
+
+
+@torch.no_grad()
+def calibrate_mixers(
+    model: nn.Module, hosts: Mapping[str, nn.Module], original: nn.Module, images: Images
+) -> dict[str, float]:
+    """Fit the new mixers of a model to those they replace, in place.
+
+    Every mixer is fitted on the activations of the original network, so the blocks do not depend on each other.
+
+    Args:
+        model: the network after the swap.
+        hosts: the replaced mixers, by their name in the model; modules of `original`.
+        original: the network before the swap, with its own copy of the weights.
+        images: a batch (B, C, H, W), normalised, or several.
+
+    Returns:
+        The squared error of each mixer's output, relative to the variance of the replaced one's: 0 is a perfect copy.
+    """
+    batches = [images] if isinstance(images, Tensor) else list(images)
+    if not batches or not sum(map(len, batches)):
+        raise ValueError("calibration needs images, got none; give a batch (B, C, H, W)")
+    mixers = {name: model.get_submodule(name) for name in hosts}
+    training = {module: module.training for network in (model, original) for module in network.modules()}
+    model.eval(), original.eval()
+    try:
+        fits = {name: fit for name, host in hosts.items() if (fit := _input_fit(mixers[name], host)) is not None}
+        _observe(original, {hosts[name]: fit.add for name, fit in fits.items()}, batches)
+        for fit in fits.values():
+            fit.solve()
+        outputs = {name: OutputFit(mixers[name], host) for name, host in hosts.items()}
+        _observe(original, {hosts[name]: fit.add for name, fit in outputs.items()}, batches)
+        return {name: fit.solve() for name, fit in outputs.items()}
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
+def _observe(original: nn.Module, watchers: Mapping[nn.Module, Callable[..., None]], batches: Sequence[Tensor]) -> None:
+    """Run the original on all images, and call each watcher with the input and the output of its module."""
+    if not watchers:
+        return
+    fast = torch.backends.mha.get_fastpath_enabled()
+    with ExitStack() as stack:
+        for module, watch in watchers.items():
+            hook = module.register_forward_hook(
+                lambda _, args, kwargs, output, watch=watch: watch(args, kwargs, output), with_kwargs=True
+            )
+            stack.callback(hook.remove)
+        torch.backends.mha.set_fastpath_enabled(False)  # it skips the modules inside nn.TransformerEncoderLayer
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
+        device = next(original.parameters()).device
+        for batch in batches:
+            original(batch.to(device))
+
+
+def _input_fit(mixer: Any, host: Any) -> Any:
+    """The fit of what a new mixer computes from its input, where there is one."""
+    if not (isinstance(getattr(host, "qkv", None), nn.Linear) and hasattr(host, "q_norm") and hasattr(host, "k_norm")):
+        return None  # not the softmax attention of timm or of a body
+    if isinstance(mixer, WeightMixing):
+        return BankFit(mixer, host)
+    if not any("SimA" in type(module).__name__ for module in (mixer, getattr(mixer, "mixer", None))):
+        return None
+    norms = (getattr(mixer, name, nn.Identity()) for name in ("q_norm", "k_norm"))
+    plain = all(isinstance(norm, nn.Identity) for norm in norms)
+    return BilinearFit(mixer, host) if plain and mixer.num_heads == host.num_heads else None
+
+
+def _attention(host: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys (B, H, N, D) of a softmax attention before their norms, and its matrix (B, H, N, N)."""
+    q, k, _ = (split_heads(part, host.num_heads) for part in host.qkv(x).chunk(3, dim=-1))
+    scale = getattr(host, "scale", q.shape[-1] ** -0.5)
+    return q, k, (host.q_norm(q) @ host.k_norm(k).mT * scale).softmax(-1)
+
+
+def _parts(x: Tensor, num_heads: int) -> tuple[Tensor, ...]:
+    """Tokens (B, N, C) in parts whose attention matrices fit into half a gigabyte."""
+    return x.split(max(1, MATRIX_ELEMENTS // (num_heads * x.shape[1] ** 2)))
+
+
+class BilinearFit:
+    """Queries and keys of SimA whose products are the best bilinear approximation of a softmax attention matrix.
+
+    For one head with queries q, keys k and attention A over N tokens it minimises the sum over all images of
+    |N A - q' M k'|^2, where q' and k' have a constant appended if the projection has a bias. The normal equations,
+    sum of (q'^T q') M (k'^T k') = sum of q'^T N A k', are solved by conjugate gradients.
+    """
+
+    def __init__(self, mixer: Any, host: Any) -> None:
+        self.mixer, self.host = mixer, host
+        self.grams_q: list[Tensor] = []  # (B, H, D', D') of each batch
+        self.grams_k: list[Tensor] = []
+        self.products: list[Tensor] = []
+
+    def add(self, args: Any, kwargs: Any, output: Any) -> None:
+        """Add a batch of tokens."""
+        for x in _parts(args[0].flatten(1, -2), self.host.num_heads):
+            q, k, attention = _attention(self.host, x)
+            if self.host.qkv.bias is not None:
+                q, k = (torch.cat([part, torch.ones_like(part[..., :1])], -1) for part in (q, k))
+            q, k = q.double(), k.double()
+            self.grams_q.append(q.mT @ q / x.shape[1])
+            self.grams_k.append(k.mT @ k / x.shape[1])
+            self.products.append(q.mT @ attention.double() @ k / x.shape[1])
+
+    def solve(self) -> None:
+        """Rewrite the projections of queries and keys."""
+        grams_q, grams_k = torch.cat(self.grams_q).transpose(0, 1), torch.cat(self.grams_k).transpose(0, 1)
+        target = torch.cat(self.products).mean(0)  # (H, D', D')
+        weight, bias = self.mixer.qkv.weight, self.mixer.qkv.bias
+        heads, width = self.host.num_heads, weight.shape[1] // self.host.num_heads
+        rotation = _dct(width).to(target)
+        for head in range(heads):
+            left, right = _bilinear_factors(grams_q[head], grams_k[head], target[head], width)
+            for part, factor in enumerate((left @ rotation, right @ rotation)):  # (D', D)
+                start = part * heads * width + head * width
+                rows = slice(start, start + width)
+                weight[rows] = (factor[:width].T @ self.host.qkv.weight[rows].double()).to(weight)
+                if bias is not None:
+                    bias[rows] = (factor[:width].T @ self.host.qkv.bias[rows].double() + factor[-1]).to(bias)
+
+
+def _bilinear_factors(grams_q: Tensor, grams_k: Tensor, target: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Factors L, R (D', rank) of M = L R^T, the solution of mean(Gq M Gk) = target, cut to its largest components."""
+    (root_q, inverse_q), (root_k, inverse_k) = _roots(grams_q.mean(0)), _roots(grams_k.mean(0))
+
+    def apply(m: Tensor) -> Tensor:
+        return (grams_q @ m @ grams_k).mean(0) + DAMPING * m
+
+    def precondition(r: Tensor) -> Tensor:
+        return inverse_q @ inverse_q @ r @ inverse_k @ inverse_k
+
+    m = precondition(target)
+    residual = target - apply(m)
+    direction = step = precondition(residual)
+    size = (residual * step).sum()
+    for _ in range(STEPS):
+        image = apply(direction)
+        length = size / (direction * image).sum().clamp_min(torch.finfo(m.dtype).tiny)
+        m, residual = m + length * direction, residual - length * image
+        step = precondition(residual)
+        before, size = size, (residual * step).sum()
+        direction = step + size / before.clamp_min(torch.finfo(m.dtype).tiny) * direction
+    u, s, vt = torch.linalg.svd(root_q @ m @ root_k)
+    root = s[:rank].sqrt()
+    return inverse_q @ u[:, :rank] * root, inverse_k @ vt[:rank].T * root
+
+
+def _roots(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """The square root of a Gram matrix, and its inverse."""
+    damped = gram + DAMPING * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    values, vectors = torch.linalg.eigh(damped)
+    return vectors * values.sqrt() @ vectors.T, vectors * values.rsqrt() @ vectors.T
+
+
+def _dct(size: int) -> Tensor:
+    """An orthogonal matrix whose first row is constant: the largest component is spread evenly over all channels."""
+    n = torch.arange(size, dtype=torch.float64)
+    matrix = torch.cos(torch.pi * n[:, None] * (n + 0.5) / size) * (2 / size) ** 0.5
+    matrix[0] /= 2**0.5
+    return matrix
+
+
+class BankFit:
+    """The bank of weight mixing: the logarithm of each head's mean attention at every displacement."""
+
+    def __init__(self, mixer: WeightMixing, host: Any) -> None:
+        self.mixer, self.host = mixer, host
+        self.total: Tensor | None = None  # of the attention (H, displacements), and of the pairs of tokens
+        self.pairs: Tensor | None = None
+
+    def add(self, args: Any, kwargs: Any, output: Any) -> None:
+        """Add a batch of tokens of a grid."""
+        x, (height, width) = args[0], args[1]
+        parts = _parts(x, self.host.num_heads)
+        attention = sum(_attention(self.host, part)[2].sum(0).double() for part in parts) * (x.shape[1] / len(x))
+        h, w = self.mixer.window
+        y, x_ = (torch.arange(n, device=x.device) for n in (height, width))
+        dy = (y[:, None] - y)[:, None, :, None].expand(height, width, height, width).flatten(2).flatten(0, 1)
+        dx = (x_[:, None] - x_)[None, :, None, :].expand(height, width, height, width).flatten(2).flatten(0, 1)
+        near = (dy.abs() < h) & (dx.abs() < w)
+        index = ((dy + h - 1) * (2 * w - 1) + dx + w - 1)[near]
+        size = (2 * h - 1) * (2 * w - 1)
+        total = attention.new_zeros(len(attention), size).index_add_(1, index, attention[:, near])
+        pairs = attention.new_zeros(size).index_add_(0, index, torch.ones_like(index, dtype=attention.dtype))
+        self.total = total if self.total is None else self.total + total
+        self.pairs = pairs if self.pairs is None else self.pairs + pairs
+
+    def solve(self) -> None:
+        """Rewrite the first entries of the bank, one for each head, and let each head's policy choose its own."""
+        mixer = self.mixer
+        if self.total is None or self.pairs is None:  # the original does not call this module
+            return
+        if mixer.bank.ndim != 2 or len(mixer.bank) < mixer.num_heads or mixer.activation != "softmax":
+            return
+        mean = (self.total / self.pairs.clamp_min(1)).clamp_min(1e-6)
+        mean[:, self.pairs == 0] = mean[:, self.pairs > 0].min()
+        mixer.bank[: mixer.num_heads] = mean.log().to(mixer.bank)
+        if mixer.adapter is not None and mixer.policy_activation == "identity":
+            last: Any = list(mixer.adapter.children())[-1]
+            choice = torch.zeros(len(mixer.bank), mixer.num_heads)
+            choice[: mixer.num_heads] = torch.eye(mixer.num_heads)
+            last.weight.mul_(0.1)  # the choice adapts to the tokens from here on
+            last.bias.copy_(choice.flatten())
+
+
+class OutputFit:
+    """Gains of the heads and the output projection of a mixer, so that its output is that of the replaced attention.
+
+    With the output projection left out, the mixer's output is a feature f of each token. The target is W f + b in the
+    least squares sense: first one gain per head on the columns of W, then W and b themselves, with a ridge penalty on
+    the change of W.
+    """
+
+    def __init__(self, mixer: nn.Module, host: Any) -> None:
+        self.mixer = mixer
+        name = next((name for name in OUTPUTS if _is_linear(mixer, name)), None)
+        self.parent: Any = None if name is None else mixer.get_submodule(name.rpartition(".")[0])
+        self.name = "" if name is None else name.rpartition(".")[2]
+        self.heads = getattr(host, "num_heads", 1)
+        self.gram: Any = 0.0  # of the features and a constant
+        self.product: Any = 0.0
+        self.energy: Any = 0.0
+        self.mean: Any = 0.0
+        self.error: Any = 0.0  # of a mixer without an output projection
+        self.count = 0
+
+    def add(self, args: Any, kwargs: Any, output: Any) -> None:
+        """Add the features and targets of a batch of tokens."""
+        target = _tokens(output)
+        if self.parent is None:
+            self.error = self.error + (_tokens(self.mixer(*args, **kwargs)) - target).square().sum()
+        else:
+            projection = getattr(self.parent, self.name)
+            setattr(self.parent, self.name, nn.Identity())
+            try:
+                features = _tokens(self.mixer(*args, **kwargs))
+            finally:
+                setattr(self.parent, self.name, projection)
+            features = torch.cat([features, torch.ones_like(features[:, :1])], 1)
+            self.gram = self.gram + features.T @ features
+            self.product = self.product + features.T @ target
+        self.energy, self.mean = self.energy + target.square().sum(), self.mean + target.sum(0)
+        self.count += len(target)
+
+    def solve(self) -> float:
+        """Rewrite the output projection; returns the relative error."""
+        if not self.count:
+            return float("nan")  # the original does not call this module
+        variance = self.energy - (self.mean / self.count).square().sum() * self.count
+        if self.parent is None:
+            return (self.error / variance).item()
+        projection = getattr(self.parent, self.name)
+        bias = projection.bias if projection.bias is not None else torch.zeros_like(projection.weight[:, 0])
+        weight = torch.cat([projection.weight, bias[:, None]], 1).double()  # (out, features + 1)
+        weight[:, :-1] *= self._gains(weight).repeat_interleave((weight.shape[1] - 1) // self.heads)
+        gram, used = self.gram, slice(None) if projection.bias is not None else slice(-1)
+        penalty = RIDGE * torch.diag(gram.diagonal().clamp_min(gram.diagonal().mean() * 1e-9))
+        penalty[-1, -1] = 0.0 if projection.bias is not None else 1.0
+        residual = self.product - gram @ weight.T
+        change = torch.linalg.solve((gram + penalty)[used, used], residual[used]).T
+        weight[:, used] += change
+        projection.weight.copy_(weight[:, :-1])
+        if projection.bias is not None:
+            projection.bias.copy_(weight[:, -1])
+        error = self.energy - 2 * (weight.T * self.product).sum() + ((weight @ gram) * weight).sum()
+        return (error / variance).item()
+
+    def _gains(self, weight: Tensor) -> Tensor:
+        """The factor of each head's columns with the least error."""
+        width = (weight.shape[1] - 1) // self.heads
+        # gram of the heads' contributions to the output, (heads, heads), around the bias
+        columns = weight[:, :-1].unflatten(1, (self.heads, width))
+        grams = self.gram[:-1, :-1].unflatten(0, (self.heads, width)).unflatten(2, (self.heads, width))
+        matrix = torch.einsum("ohi,higj,ogj->hg", columns, grams, columns)
+        product = (self.product[:-1] - self.gram[:-1, -1:] @ weight[:, -1:].T).unflatten(0, (self.heads, width))
+        right = torch.einsum("ohi,hio->h", columns, product)
+        damping = 1e-6 * matrix.diagonal().mean().clamp_min(1e-30) * torch.eye(self.heads).to(matrix)
+        return torch.linalg.solve(matrix + damping, right)
+
+
+def _is_linear(mixer: nn.Module, name: str) -> bool:
+    try:
+        return isinstance(mixer.get_submodule(name), nn.Linear)
+    except AttributeError:
+        return False
+
+
+def _tokens(output: Any) -> Tensor:
+    """The tokens of a mixer's output as rows, in float64."""
+    tensor = output[0] if isinstance(output, tuple) else output
+    return tensor.flatten(0, -2).double()
