@@ -104,10 +104,10 @@ def run_job(job: Job, source: str, runs: Path, epochs: int | None) -> Row:
         points = result.epochs
         row |= {"top1": result.last["top1"], "epochs": recipe.epochs}
     else:
-        plain = {"teacher": "none", "transfer_epochs": 0}
-        changes = {"naive": {**plain, "calibration_images": 0}, "calibrated": plain, "full": {}}[job.arm]
+        plain: dict[str, Any] = {"teacher": "none", "transfer_epochs": 0}
+        arms: dict[str, dict[str, Any]] = {"naive": {**plain, "calibration_images": 0}, "calibrated": plain, "full": {}}
         original = runs / Job(job.data, "softmax", "original", job.seed).folder
-        done = tokamix.convert(original, splits, job.to, folder, epochs=share, sizes=(), **changes, **options)
+        done = tokamix.convert(original, splits, job.to, folder, epochs=share, sizes=(), **arms[job.arm], **options)
         with (folder / "metrics.csv").open() as file:
             points = [{key: float(value) for key, value in line.items() if value} for line in csv.DictReader(file)]
         row |= {**done.accuracy, "top1": done.accuracy["converted"], "epochs": share}
@@ -233,7 +233,7 @@ def small(args: argparse.Namespace) -> None:
     original = args.runs / "small_original"
     if not (original / "model.safetensors").exists():
         tokamix.train(None, data, recipe, original, quiet=True)
-    plain = {"teacher": "none", "transfer_epochs": 0}
+    plain: dict[str, Any] = {"teacher": "none", "transfer_epochs": 0}
     for to, arm in (("sima", "full"), ("sima", "naive"), ("super_token", "full"), ("weight_mixing", "full")):
         changes = {**plain, "calibration_images": 0} if arm == "naive" else {}
         folder = args.runs / f"small_{to}_{arm}"

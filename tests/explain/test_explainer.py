@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+import tokamix
 from tests.explain.models import column, images, pyramid
 from tokamix.explain import QUESTIONS, Explainer, capture, load_explainer
 from tokamix.explain.capture import CapturedLayer
@@ -89,6 +90,20 @@ def test_load_explainer(classifier_run, tmp_path) -> None:
     assert module.name == "Sequential"
     with pytest.raises(ValueError, match="softmx"):
         load_explainer("columnar_tiny_softmx", device="cpu")
+
+
+@pytest.mark.parametrize(("task", "method"), [("segment", "semantic_fpn"), ("detect", "retinanet")])
+def test_segmenters_and_detectors(task: str, method: str) -> None:
+    create = tokamix.create_segmenter if task == "segment" else tokamix.create_detector
+    model = create(method, "pyramid_nano_super_token", num_classes=3).eval()
+    config = InferenceConfig(task=task, class_names=("a", "b", "c"), scale=(96, 64))
+    explanation = Explainer(model, config)(PHOTO)
+    assert explanation.capture[0].grid[0] == 16
+    assert "saliency" not in explanation.questions()
+    assert explanation.ask("super_token_regions", layer=0).values.shape[1:] == explanation.capture[0].grid
+    assert np.isfinite(explanation.ask("receptive_field", layer=0).values).all()
+    with pytest.raises(ValueError, match="is not a classifier"):
+        _ = explanation.target
 
 
 def test_bad_input() -> None:

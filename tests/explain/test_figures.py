@@ -113,6 +113,14 @@ def test_the_page_is_self_contained_and_escaped() -> None:
     assert "$" not in page
 
 
+def test_names_without_what_they_share() -> None:
+    tags = ("softmax.imagenette", "sima.imagenette", "softmax.cb_imagenette")
+    assert figures._strip_common([f"pyramid_nano_{tag}" for tag in tags]) == ["softmax", "sima", "softmax.cb"]
+    assert figures._strip_common(["a_b.c", "a_b.d_c"]) == ["b", "b.d"]  # every name keeps a word
+    assert figures._strip_common(["a_b_c"]) == ["a_b_c"]
+    assert figures._strip_common(["runs/one", "runs/two"]) == ["one", "two"]
+
+
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match="there is no theme 'blue': choose one of light, dark"):
         figures.draw_curves([explanation("pooling")], theme="blue")

@@ -34,6 +34,7 @@ EXPLICIT = {
     "super_token": {"mixer_kwargs": {"cell": 2, "qkv_bias": False}},
     "weight_mixing": {},
     "softmax with qk_norm": {"mixer_kwargs": {"qk_norm": True}},
+    "softmax in shifted windows": {"mixer_kwargs": {"window": 3, "shift": 1}},
     "super_token of 1x1": {"mixer_kwargs": {"cell": 1, "relative_grid": (8, 8)}},
     "weight_mixing in shifted windows": {"mixer_kwargs": {"window": (4, 4), "partition": True, "shift": 2}},
     "weight_mixing of a fixed bank": {"mixer_kwargs": {"adaptive": False}},

@@ -100,7 +100,7 @@ def convert(
     bench = _Bench(splits, recipe, config, where, workers)
     original.to(where)
     result = Conversion(Path(output), _describe(model), to, splits.name, _device_name(where), epochs=plan)
-    options = {"mixer_kwargs": dict(mixer_kwargs)} if mixer_kwargs else {}
+    options: dict[str, Any] = {"mixer_kwargs": dict(mixer_kwargs)} if mixer_kwargs else {}
 
     result.accuracy["original"] = bench.accuracy(original)
     images = list(bench.calibration_batches(calibration_images))
@@ -208,7 +208,14 @@ def _plan_epochs(recipe: Recipe, epochs: int | None, transfer: int | None, model
 
 def _transfer_recipe(recipe: Recipe, epochs: int) -> Recipe:
     """Recipe of attention transfer: unmixed images, no regularisation, evaluated at the end."""
-    off = {"mixup": 0.0, "cutmix": 0.0, "ema": None, "ema_half_life": None, "drop_path_later": {}, "weight_decay": 0.0}
+    off: dict[str, Any] = {
+        "mixup": 0.0,
+        "cutmix": 0.0,
+        "ema": None,
+        "ema_half_life": None,
+        "drop_path_later": {},
+        "weight_decay": 0.0,
+    }
     schedule = {"epochs": epochs, "warmup_epochs": round(0.1 * epochs, 4), "warmup_iterations": None}
     lr = {"lr": recipe.lr * TRANSFER_LR, "min_lr": min(recipe.min_lr, recipe.peak_lr * TRANSFER_LR)}
     teacher = {"teacher": None, "distillation": "none", "finetune": False}

@@ -55,7 +55,20 @@ def attention_weights(layer: CapturedLayer, queries: Tensor | None = None) -> Te
     q = q if queries is None else q[:, :, queries]
     product = getattr(layer.mixer, "attend", None)
     scale = product.scale if isinstance(product, SoftmaxProduct) else q.shape[-1] ** -0.5
-    return (q * scale @ k.mT).softmax(-1)
+    logits = q * scale @ k.mT
+    if (allowed := _same_window(layer)) is not None:
+        logits = logits.masked_fill(~(allowed if queries is None else allowed[queries]), -torch.inf)
+    return logits.softmax(-1)
+
+
+def _same_window(layer: CapturedLayer) -> Tensor | None:
+    """Which pairs of tokens (N, N) share a window of `SoftmaxAttention`; None if it has no windows."""
+    window = getattr(layer.mixer, "window", None)
+    if window is None:
+        return None
+    y, x = ((torch.arange(n, device=layer.x.device) + layer.mixer.shift) // window for n in layer.grid)
+    number = (y[:, None] * (int(x[-1]) + 1) + x).flatten()
+    return number[:, None] == number
 
 
 def chunks_of_tokens(layer: CapturedLayer, per_token: int) -> Iterator[Tensor]:
@@ -83,8 +96,9 @@ def attention_entropy(layer: CapturedLayer) -> Tensor:
 
 
 def highest_entropy(layer: CapturedLayer) -> float:
-    """Entropy of uniform attention, the logarithm of the number of keys."""
-    return math.log(queries_and_keys(layer)[1].shape[2])
+    """Entropy of uniform attention: the logarithm of the number of keys, of the largest window if there are windows."""
+    allowed = _same_window(layer)
+    return math.log(queries_and_keys(layer)[1].shape[2] if allowed is None else int(allowed.sum(1).max()))
 
 
 @torch.no_grad()

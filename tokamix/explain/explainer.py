@@ -19,7 +19,7 @@ from tokamix.explain.capture import Capture, CapturedLayer, capture
 from tokamix.explain.questions import QUESTIONS, Answer, Target
 from tokamix.inference import InferenceConfig, choose_device, load_model
 from tokamix.models import create_model
-from tokamix.predict.predictor import ImageLike, Predictor, read_image
+from tokamix.predict.predictor import ImageLike, preprocess, read_image
 
 POSITION = (0.5, 0.5)
 MIN_SIDE = 4  # tokens on the shorter side of a grid that is worth a picture
@@ -123,14 +123,18 @@ class Explainer:
 
     def __init__(self, model: Any, config: InferenceConfig, name: str = "") -> None:
         self.model, self.config, self.name = model, config, name or type(model).__name__
-        self.predictor = Predictor(model, config)
 
     def __call__(self, image: ImageLike) -> Explanation:
         """Run the model once on a file, a PIL image, a tensor (3, H, W) or an array (H, W, 3) of uint8."""
-        pixels = self.predictor.preprocess(read_image(image, self.config))
+        pixels = self.preprocess(image)
         result = capture(self.model, pixels[None])
         classes = self.config.class_names if self.config.task == "classify" else ()
         return Explanation(self.model, self.name, pixels, to_rgb(pixels, self.config), result, classes)
+
+    def preprocess(self, image: ImageLike) -> Tensor:
+        """Read, resize and normalise an image as in evaluation -> (C, H, W)."""
+        device = next(self.model.parameters()).device
+        return preprocess(read_image(image, self.config), self.config, device)
 
 
 def load_explainer(

@@ -4,9 +4,11 @@ All functions return a matplotlib `Figure`. Colours are safe for colour-blind re
 Okabe and Ito's palette for categories.
 """
 
+import re
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,9 +136,9 @@ def draw_maps(
     with drawing(theme) as colours:
         columns = max(sum(len(answer.panels) for answer in row) for row in answers)
         figure, axes = _grid(len(rows), 1 + columns, rows[0])
-        for explanation, row, line in zip(rows, answers, axes, strict=True):
+        for explanation, name, row, line in zip(rows, short_names(rows), answers, axes, strict=True):
             _photo(line[0], explanation, position if "token" in uses else None)
-            line[0].set_title(_shorten(explanation.name))
+            line[0].set_title(name)
             cells = [(answer, i) for answer in row for i in range(len(answer.panels))]
             for axis, (answer, i) in zip(line[1:], cells, strict=False):
                 draw_map(axis, explanation, answer, i, colours)
@@ -244,7 +246,7 @@ def draw_super_tokens(
     iterations: Sequence[int] = (1, 2, 3),
     theme: str = "light",
 ) -> "Figure":
-    """Draw super tokens of every layer that has them: regions by iterations, one association, and its attention.
+    """Draw super tokens of up to three layers: regions by iterations, one association, and its attention.
 
     Args:
         explanation: of a model with super tokens.
@@ -252,9 +254,9 @@ def draw_super_tokens(
         iterations: numbers of sampling iterations; the model's own is marked.
         theme: "light" or "dark".
     """
-    able = [layer for layer in explanation.capture if QUESTIONS["super_token_regions"].applies(layer)]
-    if not able:
+    if "super_token_regions" not in explanation.questions():
         raise ValueError(f"{explanation.name} has no super tokens other than its tokens")
+    able = spread_layers(explanation, "super_token_regions", 3)
     with drawing(theme) as colours:
         figure, axes = _grid(len(able), 1 + len(iterations) + 2, explanation)
         for line, layer in zip(axes, able, strict=True):
@@ -324,7 +326,7 @@ def draw_curves(rows: Sequence[Explanation], questions: Sequence[str] = (), them
             axis.set_title(QUESTIONS[key].title + (f" ({unit})" if unit else ""))
             _block_axis(axis)
         if len(rows) > 1:
-            _legend(figure, [(e.name, colour) for e, colour in zip(rows, PALETTE, strict=False)])
+            _legend(figure, list(zip(short_names(rows), PALETTE, strict=False)))
         return figure
 
 
@@ -347,7 +349,7 @@ def draw_distances(statistics: Statistics, theme: str = "light") -> "Figure":
 
 
 def draw_entropies(statistics: dict[str, Statistics], theme: str = "light") -> "Figure":
-    """Draw densities of the attention entropy by layer over a data set, one colour for each model.
+    """Draw densities of the attention entropy by layer over a data set: a colour for each model, thin lines for heads.
 
     Args:
         statistics: of models with softmax attention, by name, such as with and without context broadcasting.
@@ -363,12 +365,13 @@ def draw_entropies(statistics: dict[str, Statistics], theme: str = "light") -> "
         for colour, layers in zip(PALETTE, able.values(), strict=False):
             for number, layer in enumerate(layers):
                 assert layer.entropies is not None
-                density = layer.entropies.sum(0).double()
+                heads = layer.entropies.double()
+                density, places, base = heads.sum(0), (np.arange(BINS) + 0.5) / BINS, count - 1 - number
                 height = (density / density.max() * 0.85).numpy()
-                places = (np.arange(BINS) + 0.5) / BINS
-                base = count - 1 - number
                 axis.fill_between(places, base, base + height, color=colour, alpha=0.35, lw=0)
-                axis.plot(places, base + height, color=colour, lw=1)
+                axis.plot(places, base + height, color=colour, lw=1.1)
+                for head in heads if len(heads) > 1 else ():
+                    axis.plot(places, base + (head / density.max() * 0.85).numpy(), color=colour, lw=0.5, alpha=0.7)
         first = max(able.values(), key=len)
         axis.set_yticks(range(count), [layer.layer.label for layer in first][::-1])
         seen = sum(
@@ -379,7 +382,7 @@ def draw_entropies(statistics: dict[str, Statistics], theme: str = "light") -> "
         axis.tick_params(axis="y", length=0)
         axis.grid(axis="x", visible=False)
         axis.spines["left"].set_color(colours.paper)
-        _legend(figure, list(zip(able, PALETTE, strict=False)))
+        _legend(figure, list(zip(_strip_common(list(able)), PALETTE, strict=False)))
         return figure
 
 
@@ -391,6 +394,8 @@ def draw_comparison(
 ) -> "Figure":
     """Draw the same questions about several models in one figure: prediction, receptive field, mixing and saliency.
 
+    A column for each model.
+
     Args:
         rows: explanations of the same image.
         position: of the token, in fractions of height and width.
@@ -399,20 +404,21 @@ def draw_comparison(
     """
     keys = [key for key in ("receptive_field", "mixing_row", "saliency") if all(key in e.questions() for e in rows)]
     titles = {"receptive_field": "receptive field", "mixing_row": "mixing weights", "saliency": "saliency"}
-    shown = dict.fromkeys(keys, "")
+    places: dict[str, str] = {}  # layers of the first model
     with drawing(theme) as colours:
-        figure, axes = _grid(len(rows), 1 + len(keys), rows[0])
-        for number, (explanation, line) in enumerate(zip(rows, axes, strict=True)):
-            _photo(line[0], explanation, position)
-            line[0].set_ylabel(_shorten(explanation.name), color=colours.ink)
-            line[0].set_title(_prediction(explanation))
-            for axis, key in zip(line[1:], keys, strict=True):
+        figure, axes = _grid(1 + len(keys), len(rows), rows[0])
+        for number, (explanation, name) in enumerate(zip(rows, short_names(rows), strict=True)):
+            _photo(axes[0, number], explanation, position)
+            axes[0, number].set_title(f"{name}\n{_prediction(explanation)}".strip())
+            for axis, key in zip(axes[1:, number], keys, strict=True):
                 answer = explanation.ask(key, layer, position)
                 draw_map(axis, explanation, answer, 0, colours)
                 place = explanation.capture[answer.layer].layer.label if answer.layer else ""
-                if number == 0 or place != shown[key]:
-                    axis.set_title(f"{titles[key]}\n{place}".strip())
-                shown[key] = place
+                if number == 0:
+                    axis.set_ylabel(f"{titles[key]}\n{place}".strip(), color=colours.ink)
+                    places[key] = place
+                elif place != places[key]:
+                    axis.set_title(place)
         return figure
 
 
@@ -521,7 +527,29 @@ def _legend(figure: "Figure", entries: Sequence[tuple[str, str]], marker: str = 
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], ls="", marker=marker, ms=5, color=colour, label=label) for label, colour in entries]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(6, len(handles)), handletextpad=0.1)
+    widest = 0.35 + 0.07 * max(len(label) for label, _ in entries)  # inches
+    columns = max(1, min(len(handles), int(figure.get_size_inches()[0] / widest)))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, handletextpad=0.1)
+
+
+def short_names(rows: Sequence[Explanation]) -> list[str]:
+    """The names of several models without what all have in common; the name of a single one, shortened."""
+    return _strip_common([explanation.name for explanation in rows])
+
+
+def _strip_common(names: Sequence[str]) -> list[str]:
+    words = [re.split(r"(?<=[._/])", name) for name in names]  # each with the separator after it
+    bare = [[word.rstrip("._/") for word in row] for row in words]
+    front, back = (_count_common(rows) for rows in (bare, [row[::-1] for row in bare]))
+    while front + back >= min(map(len, words)):  # every name keeps a word
+        front, back = (front - 1, back) if front else (front, back - 1)
+    return [_shorten("".join(row[front : len(row) - back]).rstrip("._/")) for row in words]
+
+
+def _count_common(rows: Sequence[Sequence[str]]) -> int:
+    """Number of first words that all rows share; 0 for a single row."""
+    columns = zip(*rows, strict=False)
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns)) if len(rows) > 1 else 0
 
 
 def _shorten(name: str, length: int = 24) -> str:

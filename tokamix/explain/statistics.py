@@ -15,7 +15,6 @@ from tokamix.explain.depth import effective_rank, token_similarity
 from tokamix.explain.explainer import Explainer
 from tokamix.explain.mixing import mixing_distance
 from tokamix.predict.files import find_images
-from tokamix.predict.predictor import read_image
 
 BINS = 64  # of the density of entropies
 NO_PROGRESS: Callable[[int, int], object] = lambda done, total: None  # noqa: E731
@@ -150,7 +149,7 @@ def collect_statistics(
             batch = []
             for path in files[start : start + batch_size]:
                 try:
-                    batch.append(explainer.predictor.preprocess(read_image(path, explainer.config)))
+                    batch.append(explainer.preprocess(path))
                 except DataError as error:
                     result.skipped.append(str(error))
             if batch:

@@ -152,21 +152,25 @@ class Predictor:
 
     def preprocess(self, image: Tensor) -> Tensor:
         """Resize and normalise an image (C, H, W) uint8 as in evaluation."""
-        config = self.config
-        if config.task != "classify":
-            image = eval_transform(image, config)
-        elif config.in_chans in (1, 3):
-            transform = create_eval_transform(config.image_size, config.crop_pct, config.interpolation)
-            image = torch.as_tensor(transform(to_pil_image(convert_channels(image[None], config.in_chans)[0])))
-        else:
-            image = convert_channels(image[None], config.in_chans)
-            image = resize_and_crop(image, config.image_size, config.crop_pct, config.interpolation)[0]
-        mean, std = (torch.tensor(v, device=self.device)[:, None, None] for v in (config.mean, config.std))
-        return (image.to(self.device).float() / 255 - mean) / std
+        return preprocess(image, self.config, self.device)
 
     def draw(self, image: ImageLike, prediction: Prediction) -> Image.Image:
         """Draw a prediction over its image."""
         return draw_prediction(read_image(image, self.config), prediction, self.class_names)
+
+
+def preprocess(image: Tensor, config: InferenceConfig, device: torch.device) -> Tensor:
+    """Resize and normalise an image (C, H, W) uint8 as in evaluation."""
+    if config.task != "classify":
+        image = eval_transform(image, config)
+    elif config.in_chans in (1, 3):
+        transform = create_eval_transform(config.image_size, config.crop_pct, config.interpolation)
+        image = torch.as_tensor(transform(to_pil_image(convert_channels(image[None], config.in_chans)[0])))
+    else:
+        image = convert_channels(image[None], config.in_chans)
+        image = resize_and_crop(image, config.image_size, config.crop_pct, config.interpolation)[0]
+    mean, std = (torch.tensor(v, device=device)[:, None, None] for v in (config.mean, config.std))
+    return (image.to(device).float() / 255 - mean) / std
 
 
 def segment_images(model: Any, images: Tensor, size: tuple[int, int], config: InferenceConfig) -> Tensor:
