@@ -26,7 +26,19 @@ from tokamix.recipes import (
 from tokamix.recipes.tables import fill, key_rows
 
 NAMES = [name for name in list_recipes() if load_recipe(name).task == "classify"]
-OURS = {"cifar100_fast", "cifar100_pyramid", "convert", "digits", "imagenette", "shapes", "small"}
+OURS = {
+    "cifar10_fast",
+    "cifar100_fast",
+    "cifar100_nano",
+    "imagenette_nano",
+    "cifar100_pyramid",
+    "convert",
+    "digits",
+    "finetune",
+    "imagenette",
+    "shapes",
+    "small",
+}
 ROOT = Path(__file__).parent.parent.parent
 
 # what the papers state: epochs, batch, learning rate at that batch, weight decay, drop path, printed top-1
@@ -246,7 +258,7 @@ def test_task() -> None:
 
 
 def test_batches() -> None:
-    recipe = load_recipe("small", ["accumulate=4", "lr_per=256"])
+    recipe = load_recipe("small", ["accumulate=4", "lr_per=256", "batch_size=128"])
     assert recipe.micro_batch(2) == 16
     assert recipe.peak_lr == recipe.lr / 2
     with pytest.raises(ValueError, match=r"cannot be divided by 3 processes .* set batch_size to a multiple of 12"):

@@ -3,13 +3,17 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.study.toy import row_of, toy_study, tuned, with_runs
+from tokamix.data import ArrayDataset, DatasetSplits
 from tokamix.models import create_model
+from tokamix.recipes import load_recipe
 from tokamix.study.page import render_page, render_study
 from tokamix.study.plan import FAILS, HOLDS, MISSING, OPEN, RUNNING, list_jobs, verdicts
 from tokamix.study.rows import gpu_minutes, write_row
 from tokamix.study.schema import list_studies, load_study
+from tokamix.train.setup.choose import choose_recipe
 
 
 def verdict(study, rows):
@@ -181,11 +185,20 @@ def test_studies_of_the_library(name: str) -> None:
     assert 0 < least <= most
     assert list_jobs(study, [])
     for arm in study.arms.values():
-        if arm.settings.get("task", "classify") == "classify" and not arm.equal_time:
-            size = (
-                {} if arm.settings["model"].startswith(("resnet", "xcit")) else {"img_size": arm.settings["image_size"]}
-            )
+        if arm.settings.get("task", "classify") == "classify" and not (arm.equal_time or arm.settings.get("finetune")):
+            is_body = arm.settings["model"].startswith(("columnar", "pyramid"))
+            size = {"img_size": arm.settings["image_size"]} if is_body else {}
             create_model(arm.settings["model"], device="meta", **size, **arm.settings["model_kwargs"])
+
+
+@pytest.mark.parametrize(("count", "side"), [(100, 96), (1000, 96), (9469, 96), (10_000, 32), (50_000, 32)])
+def test_default_arms_are_what_train_chooses(count: int, side: int) -> None:
+    images = torch.zeros(1, 3, side, side, dtype=torch.uint8).expand(count, -1, -1, -1)
+    part = ArrayDataset(images, [0] * count, ["a"])
+    choice = choose_recipe(DatasetSplits("images", part, part, ("a",)), None, None, False, {})
+    chosen = load_recipe(choice.recipe, choice.settings).to_dict()
+    arm = load_study("data_size").arms[f"default_{count}"]
+    assert {key: chosen[key] for key in arm.settings} == arm.settings
 
 
 def test_studies_share_their_baselines() -> None:

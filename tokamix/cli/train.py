@@ -22,7 +22,7 @@ def train(
     ] = None,
     recipe: Annotated[
         str | None,
-        typer.Option(help="A name of `tokamix recipes`, or a YAML file. Default: small, by the task."),
+        typer.Option(help="A name of `tokamix recipes`, or a YAML file. Default: chosen by the data and the weights."),
     ] = None,
     task: Annotated[
         Literal["classify", "segment", "detect", "dino"] | None, typer.Option(help="Default: the recipe's.")

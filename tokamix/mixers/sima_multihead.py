@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -89,7 +90,7 @@ class SimA(nn.MultiheadAttention):
             key_padding_mask: (B, S) or (S,); True, or a negative number, where a key is padding.
             need_weights: also return the weights, at a cost of L * S; otherwise None is returned for them.
             attn_mask: (L, S) or (B * num_heads, L, S); True, or a negative number, where a pair gets weight 0. Norms
-                ignore it.
+                ignore it. A causal mask is refused.
             average_attn_weights: average the weights over the heads.
             is_causal: not supported.
 
@@ -97,7 +98,7 @@ class SimA(nn.MultiheadAttention):
             Output of the query's layout, and weights (B, L, S), or (B, num_heads, L, S) unless averaged.
         """
         if is_causal:
-            raise ValueError("SimA normalises over all tokens, so it has no causal form; use is_causal=False")
+            raise_causal("SimA")
         if query.is_nested or query.ndim not in (2, 3):
             raise ValueError(
                 "SimA needs plain tensors (L, B, C), (B, L, C) or (L, C); pad nested ones, and give nn.Transformer"
@@ -115,6 +116,8 @@ class SimA(nn.MultiheadAttention):
             q = q.masked_fill(padding, 0) if same else q
         if need_weights or attn_mask is not None:
             forbidden = None if attn_mask is None else _forbidden(attn_mask)
+            if forbidden is not None:
+                refuse_causal(forbidden, "SimA")
             if forbidden is not None and forbidden.ndim == 3:
                 forbidden = forbidden.unflatten(0, (-1, self.num_heads))
             out, weights = weigh(q, k, v, forbidden)
@@ -150,6 +153,25 @@ def weigh(q: Tensor, k: Tensor, v: Tensor, forbidden: Tensor | None = None) -> t
         if forbidden is not None:
             weights = weights.masked_fill(forbidden, 0)
         return (weights @ v.to(scale.dtype)).to(q.dtype), weights.to(q.dtype)
+
+
+def refuse_causal(mask: Tensor, name: str) -> None:
+    """Raise ValueError for a causal mask: later tokens would leak through norms and sums over all tokens."""
+    if mask.ndim < 2 or mask.shape[-1] != mask.shape[-2] or mask.shape[-1] < 2 or mask.is_meta:
+        return
+    if torch.compiler.is_compiling():  # no data-dependent branches; the eager call before compiling checks it
+        return
+    later = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
+    if bool((mask | ~later).all()):
+        raise_causal(name)
+
+
+def raise_causal(name: str) -> None:
+    """Raise the error for causal masks."""
+    raise ValueError(
+        f"{name} sums over all tokens, including later ones, so it has no causal form; use no causal mask, or keep the"
+        " attention of this block with where="
+    )
 
 
 def _forbidden(mask: Tensor) -> Tensor:

@@ -46,7 +46,9 @@ def key_of(row: Row) -> Key:
 
 
 def score_of(row: Row, metric: str) -> float:
-    """A metric of a run's last weights."""
+    """A metric of a run's last weights; "score" is the one of its task: top-1, mean IoU or average precision."""
+    if metric == "score":
+        return float(row["score"])
     metrics = json.loads(row["metrics"])
     if metric not in metrics:
         raise ValueError(f"the run {row['arm']} {row['seed']} has no metric {metric!r}, only {', '.join(metrics)}")

@@ -104,7 +104,7 @@ class Study:
         looks: numbers of seeds per arm after which the claims are tested; arms of undecided claims get more seeds.
         holdout: images held out of the training set for tuning.
         tune: {lr: [factors on each arm's learning rate], set: {settings}}; None: nothing is tuned.
-        metric: the metric of the last weights, averaged if EMA is on.
+        metric: the metric of the last weights, averaged if EMA is on; "score" for the one of each arm's task.
         sizes: image sides at which the arms' speed is measured.
         order: of the study in docs/claims.md.
     """

@@ -36,7 +36,7 @@ def train_job(job: Row) -> Row:
         row["train_images"] = len(data.train)
     begun = time.perf_counter()
     try:
-        run = train(None, data, recipe, job["folder"], device=device, quiet=True)
+        run = train(None, data, recipe, job["folder"], pretrained=recipe.finetune, device=device, quiet=True)
     except NotFiniteError as error:
         print(error, flush=True)
         return row | {"status": "diverged", "seconds": round(time.perf_counter() - begun, 1), "metrics": "{}"}

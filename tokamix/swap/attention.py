@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from tokamix.layers import channels_first, channels_last
 from tokamix.mixers import Pooling
+from tokamix.mixers.sima_multihead import raise_causal, refuse_causal
 from tokamix.swap._host import Adapter
 from tokamix.swap.product import Call, Grid, Product
 
@@ -116,6 +117,8 @@ class Swapped(nn.Module):
         if axis == 0:
             heads = int(getattr(self, "num_heads", 1))
             q, k, v = (t.unflatten(0, (-1, heads)) for t in (q, k, v))
+            if attn_mask is not None and attn_mask.ndim == 3:
+                attn_mask = attn_mask.unflatten(0, (-1, heads))
         elif q.ndim > 4:
             q, k, v = (t.movedim(axis, -3) for t in (q, k, v))
             lead = q.shape[:-3]
@@ -288,25 +291,6 @@ def split_mask(
     mask = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask < 0
     refuse_causal(mask, product.name)
     return mask, None
-
-
-def refuse_causal(mask: Tensor, name: str) -> None:
-    """Raise ValueError for a causal mask: later tokens would leak through norms and sums over all tokens."""
-    if mask.ndim < 2 or mask.shape[-1] != mask.shape[-2] or mask.shape[-1] < 2 or mask.is_meta:
-        return
-    if torch.compiler.is_compiling():  # no data-dependent branches; the eager call before compiling checks it
-        return
-    later = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
-    if bool((mask | ~later).all()):
-        raise_causal(name)
-
-
-def raise_causal(name: str) -> None:
-    """Raise the error for causal masks."""
-    raise ValueError(
-        f"{name} sums over all tokens, including later ones, so it has no causal form; use no causal mask, or keep the"
-        " attention of this block with where="
-    )
 
 
 def _has(module: nn.Module, path: str) -> bool:

@@ -128,17 +128,21 @@ def nominal_size(model: nn.Module) -> tuple[int, int]:
 @contextmanager
 def unchanged(hosts: dict[str, tuple[Any, Adapter]]) -> Iterator[None]:
     """Restore the modules of attentions when the block ends."""
+    tables = ("_parameters", "_buffers", "_modules")
     saved = [
-        (host, type(host), {k: dict(v) if isinstance(v, dict) else v for k, v in vars(host).items()})
+        (host, type(host), dict(vars(host)), [dict(vars(host)[table]) for table in tables])
         for host, _ in hosts.values()
     ]
     try:
         yield
     finally:
-        for host, kind, state in saved:
+        for host, kind, attributes, contents in saved:
             host.__class__ = kind
             vars(host).clear()
-            vars(host).update(state)
+            vars(host).update(attributes)
+            for table, content in zip(tables, contents, strict=True):
+                vars(host)[table].clear()
+                vars(host)[table].update(content)
 
 
 class _Recorder(SoftmaxProduct):

@@ -5,9 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from tokamix.layers import merge_heads, split_heads
-from tokamix.mixers.sima_multihead import SimA
+from tokamix.mixers.sima_multihead import SimA, raise_causal, refuse_causal
 from tokamix.swap._host import Adapter
-from tokamix.swap.attention import raise_causal, refuse_causal
 from tokamix.swap.product import SimAProduct
 
 

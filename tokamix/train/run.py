@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from tokamix.data import DatasetSplits, Loader
+from tokamix.data import DatasetSplits, Loader, create_dataset
 from tokamix.data.loading import WorkerLoader
 from tokamix.inference import load_model
 from tokamix.recipes import Recipe, load_overrides, load_recipe
@@ -28,6 +28,7 @@ from tokamix.train.setup.accelerator import (
     release,
     synchronise_batch_norm,
 )
+from tokamix.train.setup.choose import choose_recipe
 from tokamix.train.setup.threads import batch_macs, choose_threads, is_set_by_user, set_threads, usable_cores
 from tokamix.train.tasks.task import LoaderOptions, Task, create_task
 
@@ -97,8 +98,9 @@ def train(
         model: a model name of tokamix or timm, a module, or None for the recipe's or the checkpoint's own; the name of
             the backbone in segmentation and detection.
         data: a source as in `tokamix.create_dataset`, or the result of it.
-        recipe: a name of `tokamix.list_recipes()`, a YAML file, or a recipe; default: `small`, `small_segment`,
-            `small_detect` or `small_dino`.
+        recipe: a name of `tokamix.list_recipes()`, a YAML file, or a recipe; default: chosen by the number and size of
+            the images and the weights to start from, and printed; for other tasks `small_segment`, `small_detect`
+            or `small_dino`.
         output: the run's folder; default: the unfinished run with the same settings under runs/, else the next free
             one of runs/train, runs/train-2, ...
         task: default: the recipe's; or your own, a class or function that takes the recipe and the data, see `Task`.
@@ -122,6 +124,13 @@ def train(
     _check_counts(save_every=save_every, log_every=log_every, workers=workers, skip_nan=skip_nan)
     if not isinstance(resume, bool):
         output, recipe = _resumed_run(Path(resume), output, recipe)
+    chosen = None
+    if recipe is None and task in (None, "classify"):
+        name, given = model if isinstance(model, str) else None, load_overrides(overrides)
+        seed = given.get("seed", 0)
+        data = create_dataset(data, seed=seed if isinstance(seed, int) else 0) if isinstance(data, str) else data
+        chosen = choose_recipe(data, name, checkpoint, pretrained, given)
+        recipe, overrides = chosen.recipe, {**chosen.settings, **given}
     recipe = _resolve_recipe(model, recipe, task if isinstance(task, str) else None, overrides)
     if fsdp and recipe.task != "classify":
         raise ValueError(f"--fsdp supports classifiers only, not task {recipe.task}; leave it out")
@@ -179,7 +188,11 @@ def train(
         display = Display(title, folder.path, epochs, engine.steps, engine.update, names, quiet or not main)
         unused = _describe_unused_images(loaders[0].dataset_size, len(loaders[0]), recipe, world_size)
         cpu = f"CPU threads: {threads} of {usable_cores()} cores; OMP_NUM_THREADS changes it" if threads else None
-        for line in filter(None, (batch_norm, unused, cpu)):
+        why = None
+        if chosen is not None:
+            values = ", ".join(f"{key} {getattr(recipe, key)}" for key in ("image_size", "batch_size", "epochs"))
+            why = f"recipe {chosen.recipe} ({values}), because there are {chosen.reason}; --recipe chooses another"
+        for line in filter(None, (why, batch_norm, unused, cpu)):
             display.say(line)
         engine.fit(
             display,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tokamix._construction import read_record
 from tokamix.checkpoint import load_checkpoint
 from tokamix.inference import apply_changes, read_config, read_construction
 from tokamix.models._registry import create_model
@@ -66,6 +67,9 @@ def create_classifier(
                     f"{name} has no argument {unknown!r}; change the recipe, for example with --set model_kwargs={{}}"
                 ) from error
             del arguments[unknown]  # img_size: a model without a fixed image size
+    # a name with weights that come with the package stands for further arguments; a saved run must state them
+    recorded = read_record(model)["arguments"] or {}
+    arguments = {**{key: value for key, value in recorded.items() if key not in rates}, **arguments}
     if name == saved["name"]:
         apply_changes(model, saved["steps"])
     if checkpoint is not None:

@@ -1,0 +1,263 @@
+"""Every registered mixer in a host: projections, prefix tokens, grids, the choice of blocks, and the report."""
+
+import copy
+import json
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import tokamix
+from tests.swap.hosts import VIT, create, images
+from tokamix.mixers import SuperTokenAttention, list_mixers
+from tokamix.swap import swap_mixer
+
+NAME = "vit_tiny_patch16_224"
+WITH_PROJECTIONS = (
+    "softmax",
+    "xca",
+    "sima",
+    "linformer",
+    "performer",
+    "nystrom",
+    "efficient",
+    "cosformer",
+    "super_token",
+)
+ON_GRID = ("linformer", "super_token")  # with the host's projections
+WHOLE = ("active_token", "weight_mixing", "soft", "pooling", "identity")
+
+
+def host(**options: object) -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model(NAME, num_classes=5, **{**VIT, "dynamic_img_size": True, **options}).double().eval()
+
+
+def test_every_mixer_is_tested() -> None:
+    assert {*WITH_PROJECTIONS, *WHOLE} == set(list_mixers())
+
+
+@pytest.mark.parametrize("to", list_mixers())
+def test_mixers_in_a_vit(to: str) -> None:
+    """Two sizes, one of them not square, gradients of all parameters, and copies."""
+    model = host()
+    names = dict(model.named_parameters())
+    report = swap_mixer(model, to)
+    assert list(report.replaced) == ["blocks.0.attn", "blocks.1.attn"]
+    kept = {"qkv", "proj"} if to in WITH_PROJECTIONS else set() if to in ("pooling", "identity") else {"proj"}
+    for part in ("qkv", "proj"):
+        name = f"blocks.0.attn.{part}.weight"
+        assert (dict(model.named_parameters()).get(name) is names[name]) == (part in kept)
+    assert all(name.startswith(("blocks.0.attn.mixer.", "blocks.1.attn.mixer.", "tokamix_ch")) for name in report.added)
+    for size in ((64, 64), (64, 96)):
+        x = torch.randn(2, 3, *size, dtype=torch.float64)
+        out = model(x)
+        assert out.shape == (2, 5)
+        torch.testing.assert_close(copy.deepcopy(model)(x), out)
+        torch.testing.assert_close(model(x[:1]), out[:1])
+    out.square().sum().backward()
+    unused = [n for n, p in model.named_parameters() if p.grad is None and p.requires_grad]
+    assert not unused
+
+
+@pytest.mark.parametrize("to", list_mixers())
+def test_mixers_in_windows_and_maps(to: str) -> None:
+    """Swin's windows of tokens, and a map with the channels first."""
+    swin = create("swin_tiny_patch4_window7_224").eval()
+    assert len(swap_mixer(swin, to).replaced) == 4
+    assert swin(images()).isfinite().all()
+    attention = timm.models.visformer.Attention(24, 2)
+    model = nn.Sequential(nn.Conv2d(3, 24, 3, stride=4, padding=1), attention).eval()
+    if to == "softmax":
+        before = model(images())
+    swap_mixer(model, to, image_size=64)
+    out = model(torch.randn(2, 3, 64, 96))
+    assert out.shape == (2, 24, 16, 24)
+    if to == "softmax":
+        torch.testing.assert_close(model(images() * 0 + 1).shape, before.shape)
+
+
+@pytest.mark.parametrize("to", [*ON_GRID, *WHOLE])
+def test_prefix_tokens(to: str) -> None:
+    """Patch tokens do not depend on prefix tokens; prefix tokens attend to all tokens, or receive the mean."""
+    model = host(reg_tokens=2)
+    attention = model.blocks[0].attn
+    x = torch.randn(2, 3 + 16, 24, dtype=torch.float64)
+    q, k, v = attention.qkv(x).unflatten(-1, (3, 3, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+    softmax = attention.proj((q @ k.mT * 8**-0.5).softmax(-1).matmul(v).transpose(1, 2).flatten(2))
+    swap_mixer(model, to)
+    assert attention.prefix == 3
+    out = attention(x)
+    changed = torch.cat([torch.randn_like(x[:, :3]), x[:, 3:]], dim=1)
+    torch.testing.assert_close(attention(changed)[:, 3:], out[:, 3:])
+    if to in ON_GRID:
+        torch.testing.assert_close(out[:, :3], softmax[:, :3])
+    elif to == "pooling":
+        torch.testing.assert_close(out[:, :3], x[:, 3:].mean(1, keepdim=True) - x[:, :3])
+    else:
+        torch.testing.assert_close(out[:, :3], out[:, 3:].mean(1, keepdim=True).expand(-1, 3, -1))
+
+
+def test_super_tokens_equal_the_mixer() -> None:
+    """With the host's projections inside, it is STViT's attention."""
+    model = host(class_token=False, global_pool="avg")
+    mixer = SuperTokenAttention(24, 3, cell=2).double()
+    attention = model.blocks[0].attn
+    mixer.refine.qkv.load_state_dict(attention.qkv.state_dict())
+    mixer.refine.proj = nn.Identity()
+    projection = attention.proj
+    swap_mixer(model, "super_token")
+    x = torch.randn(2, 16, 24, dtype=torch.float64)
+    torch.testing.assert_close(attention(x), projection(mixer(x, (4, 4))))
+
+
+def test_options_of_the_mixer() -> None:
+    model = host()
+    swap_mixer(model, "linformer", mixer_kwargs={"projected": 5})
+    assert model.blocks[0].attn.mixer.mixer.projection.shape == (2, 5, 4, 4)
+    with pytest.raises(TypeError, match="projectd"):
+        swap_mixer(host(), "linformer", mixer_kwargs={"projectd": 5})
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        (["blocks.1"], [1]),
+        (["blocks.0.attn", "blocks.2"], [0, 2]),
+        ([0, -1], [0, 3]),
+        ("every_other", [0, 2]),
+        ("global", [0, 1, 2, 3]),
+    ],
+)
+def test_choice_of_blocks(where: object, expected: list[int]) -> None:
+    report = swap_mixer(host(depth=4), where=where)
+    assert list(report.replaced) == [f"blocks.{i}.attn" for i in expected]
+    assert report.kept == {f"blocks.{i}.attn": "as chosen" for i in range(4) if i not in expected}
+
+
+def test_global_only() -> None:
+    sam = {"img_size": 64, "embed_dim": 24, "num_heads": 2, "depth": 2, "window_size": 2, "neck_chans": 8}
+    model = timm.create_model("samvit_base_patch16", global_attn_indexes=(1,), **sam)
+    assert len(swap_mixer(model, where="global").replaced) == 2, "its windows are those of the block"
+    with pytest.raises(ValueError, match=r"where='global' selects none of the 4 attentions"):
+        swap_mixer(create("swin_tiny_patch4_window7_224"), where="global")
+    for where, message in (
+        ("first", "unknown choice where='first': use global, every_other, or a list of names or indices"),
+        (
+            ["blocks.9"],
+            r"where='blocks\.9' matches no attention: there are 2, such as blocks\.0\.attn, blocks\.1\.attn",
+        ),
+        ([7], "where=7 matches no attention"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            swap_mixer(host(), where=where)
+
+
+def test_nothing_is_half_swapped() -> None:
+    """Keys of another number than queries: XCA cannot; the model stays as it was unless partial=True."""
+    options = {"depths": (1, 1, 1, 1), "embed_dims": (8, 16, 40, 64)}
+    model = timm.create_model("pvt_v2_b0", num_classes=5, **options).eval()
+    x = images()
+    expected = model(x)
+    with pytest.raises(
+        ValueError, match=r"3 attentions cannot become xca, such as stages\.0\.blocks\.0\.attn: its quer"
+    ):
+        swap_mixer(model, "xca")
+    assert torch.equal(model(x), expected)
+    report = swap_mixer(model, "xca", partial=True)
+    assert list(report.replaced) == ["stages.3.blocks.0.attn"]
+    assert len(report.kept) == 3
+    assert str(report).count("1 kept, its queries") == 3
+    with pytest.raises(ValueError, match=r"cannot become pooling, such as blocks\.0: it does not map tokens of a grid"):
+        swap_mixer(
+            timm.create_model("test_vit2", block_fn=timm.models.vision_transformer.ParallelScalingBlock), "pooling"
+        )
+
+
+class Custom(nn.Module):
+    """An attention without adapter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.mT).softmax(-1) @ x
+
+
+class Subclass(timm.layers.Attention):
+    """timm's pattern by subclass: its own forward calls PyTorch's attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        out = torch.nn.functional.scaled_dot_product_attention(q * 2, k, v)
+        return self.proj(out.transpose(1, 2).flatten(2))
+
+
+def test_attentions_of_others() -> None:
+    model = nn.Sequential(timm.layers.Attention(8, 2), Custom())
+    with pytest.raises(ValueError, match=r"1 attentions cannot become sima, such as 1: Custom computes a softmax"):
+        swap_mixer(model)
+    report = swap_mixer(model, partial=True)
+    assert list(report.replaced) == ["0"]
+    assert list(report.kept) == ["1"]
+    x = torch.randn(2, 5, 8)
+    own = Subclass(8, 2)
+    plain = own(x)
+    swap_mixer(own, "softmax")
+    torch.testing.assert_close(own(x), plain)
+
+
+def test_report() -> None:
+    report = swap_mixer(host(), relu=True, image_size=64)
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["before"]["exp"]["softmax"] == 2 * 3 * 17 * 17
+    assert not data["after"]["exp"]
+    assert data["after"]["macs"] < data["before"]["macs"]
+    assert data["before"]["parameters"] == data["after"]["parameters"]
+    assert "at 64x64: parameters" in str(report)
+    swiglu = timm.create_model("eva02_tiny_patch14_224", img_size=56, depth=1, embed_dim=24, num_heads=3)
+    assert swap_mixer(swiglu, relu=True).activations == ["blocks.0.mlp.act"]
+    assert not tokamix.count_exp(swiglu, 56)
+
+
+def test_padding_and_causal_masks() -> None:
+    """Padded tokens change nothing; a causal mask is refused, because norms are over all tokens."""
+    attention = timm.layers.Attention(24, 3).double().eval()
+    swap_mixer(attention)
+    x = torch.randn(2, 9, 24, dtype=torch.float64)
+    valid = torch.arange(9) < torch.tensor([[9], [6]])
+    for mask in (valid[:, None, None, :], valid[:, None, None, :] & valid[:, None, :, None]):
+        out = attention(x, attn_mask=mask)
+        other = torch.where(valid.unsqueeze(-1), x, torch.randn_like(x))
+        torch.testing.assert_close(attention(other, attn_mask=mask)[valid], out[valid])
+        torch.testing.assert_close(out[1, :6], attention(x[1:, :6])[0])
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()
+    for mask in (causal, torch.zeros(9, 9, dtype=torch.float64).masked_fill(~causal, -torch.inf)):
+        with pytest.raises(ValueError, match="no causal form"):
+            attention(x, attn_mask=mask)
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    swap_mixer(encoder)
+    with pytest.raises(ValueError, match="no causal form"):
+        encoder(torch.randn(2, 5, 8), src_mask=nn.Transformer.generate_square_subsequent_mask(5))
+    for to in ("performer", "pooling"):
+        model = timm.layers.Attention(24, 3).double()
+        other = nn.Sequential(nn.Conv2d(3, 24, 4, 4), nn.Flatten(2), Transposed(), model).double()
+        swap_mixer(other, to, image_size=16)
+        with pytest.raises(ValueError, match="cannot exclude masked tokens"):
+            model(x[:, :9], attn_mask=valid[:, None, None, :])
+
+
+class Transposed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
+def test_compiles() -> None:
+    """One host of each kind: its own forward with another product, and a forward of ours."""
+    torch.compiler.reset()
+    options = {"img_size": 56, "depth": 1, "embed_dim": 24, "num_heads": 3, "num_classes": 5}
+    model = timm.create_model("eva02_tiny_patch14_224", **options).eval()
+    swap_mixer(model)
+    x = torch.randn(2, 3, 56, 56)
+    expected = model(x)
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), expected)
+    exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},)).module()
+    torch.testing.assert_close(exported(x[:1]), expected[:1])
