@@ -45,7 +45,7 @@ def test_a_conversion(classifier_run: Path, converted: Conversion) -> None:
 def test_transfer_trains_the_new_mixers_alone(classifier_run: Path, converted: Conversion) -> None:
     before = load_file(classifier_run / "model.safetensors")
     after = load_file(converted.folder / "transfer" / "last.safetensors")
-    assert before.keys() == after.keys()
+    assert before.keys() <= after.keys()  # and the marker of a swapped network
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if ".mixer." in name}
     rows = [json.loads(line) for line in (converted.folder / "transfer" / "metrics.jsonl").read_text().splitlines()]
