@@ -78,7 +78,7 @@ def table(result: RobustnessResult) -> str:
     first = result.models[0]
     titles = [first.title, *(f"{row.title} | difference" for row in result.models[1:])]
     lines = [
-        f"{result.num_images:,} of Imagenette's {result.total_images:,} validation images at 96 px, one training",
+        f"{result.num_images:,} of Imagenette's {result.total_images:,} validation images at 96 px, one",
         "",
     ]
     lines[0] += " training run of each model; accuracy in percent, paired differences with their 95 % intervals:"

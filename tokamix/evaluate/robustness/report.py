@@ -61,7 +61,8 @@ def group_conditions(conditions: Sequence[Condition]) -> dict[str, list[Conditio
         for level in _levels(conditions, test):
             label = f"{title} {LEVELS[test].format(level)}"
             groups[label] = [condition for condition in conditions if condition[:2] == (test, level)]
-    if corruptions := [condition for condition in conditions if condition.test == "corruptions"]:
+    corruptions = [condition for condition in conditions if condition.test == "corruptions"]
+    if len(_levels(conditions, "corruptions")) > 1:
         groups["Corruptions, all severities"] = corruptions
     return groups | {condition.kind: [condition] for condition in conditions if condition.test == "imagenet"}
 
