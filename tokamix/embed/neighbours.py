@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -87,6 +88,7 @@ def _read_images(data: str, split: str | None, names: Iterable[str]) -> dict[str
     wanted = set(names)
     found: dict[str, Image.Image] = {}
     for prefix, dataset in open_splits(data, split):
+        matches: Iterable[tuple[str, Any]]
         if isinstance(dataset, ImageStream):
             items = dataset.read(0, 0, 0, 1, shuffle=False)
             matches = ((item.name, dataset.decode(item)[0]) for item in items if item.name in wanted)
