@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from tokamix._construction import mark_config
 from tokamix.data.decode import decode_image, first_line
 from tokamix.inference import read_config
 from tokamix.swap import insert_context_broadcast
@@ -81,7 +82,9 @@ def load_vqa(folder: str | Path) -> VqaModel:
     if values.get("task") != "vqa":
         raise ValueError(f"{folder} is not a run of task vqa; tokamix.inference.load_model loads other runs")
     transformers = import_transformers()
-    network = transformers.ViltForQuestionAnswering(transformers.ViltConfig.from_dict(values["vilt"]))
+    config = transformers.ViltConfig.from_dict(values["vilt"])
+    mark_config(config, [])  # the change is made below; a marked configuration creates no network
+    network = transformers.ViltForQuestionAnswering(config)
     if values["context_broadcast"] is not None:
         insert_context_broadcast(network, values["context_broadcast"])
     network.load_state_dict(load_file(Path(folder) / "model.safetensors"))
