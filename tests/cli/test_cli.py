@@ -30,7 +30,7 @@ def call(*args: str, code: int = 0) -> str:
     [
         ("--help", "Usage: tokamix [OPTIONS] COMMAND"),
         ("train --help", "torchrun --nproc-per-node 8 -m tokamix train"),
-        ("trian", "Did you mean 'train'?"),
+        ("trian", "Did you mean 'train', 'transfer'?"),
         ("train --dta digits", "--data"),
         ("--version", tokamix.__version__),
     ],
@@ -137,7 +137,7 @@ def test_bench(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("--suite all", "there is no suite 'all'; choose one of ops, scaling, models, mixers, h200"),
+        ("--suite all", "there is no suite 'all'; choose one of ops, scaling, models, mixers, softmax, h200"),
         ("--device cuda", "--device cuda needs a GPU, and torch finds none"),
         ("--device tpu", "cannot measure on device 'tpu'; choose cuda or cpu"),
         ("--device cpu --only (", "--only '(' is not a regular expression"),

@@ -198,7 +198,7 @@ def test_folder_with_a_damaged_image(tmp_path: Path) -> None:
     settings += " model_kwargs.dim=16 model_kwargs.depth=1 model_kwargs.num_heads=2 model_kwargs.patch_size=4"
     command = [*arguments.split(), *(word for setting in settings.split() for word in ("--set", setting))]
     assert "3.png" in call(*command, code=1)
-    out = call(*command, "--corrupt", "skip", "--set", "select=last", "--set", "ema=0.9")
+    out = call(*command, "--corrupt", "skip", "--set", "select=last")
     assert "last top-1" in out.partition("epoch 1/1")[2]
     assert "% in epoch 1 (averaged weights); the run is in" in out
     assert "best" not in out

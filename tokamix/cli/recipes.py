@@ -30,7 +30,7 @@ def recipes(
                 "model": row.model or "any",
                 "length": duration(row),
                 "printed": printed(row),
-                "px": str(getattr(row, "image_size", None) or (row.scale or ("",))[-1]),
+                "px": str(getattr(row, "image_size", None) or (getattr(row, "scale", None) or ("",))[-1]),
                 "source": row.source,
             }
             for recipe in list_recipes()
