@@ -31,7 +31,7 @@ from tokamix.train.loop.state import read_header
 COMMON = "--device cpu --workers 1 --log-every 1"
 CLASSIFY = f"{COMMON} --recipe small --model columnar_tiny_sima --batch-size 16 --image-size 16 --epochs 12"
 CLASSIFY += " --set model_kwargs.dim=16 --set model_kwargs.depth=2 --set model_kwargs.patch_size=4"
-CLASSIFY += " --set model_kwargs.num_heads=2 --set ema=0.9"
+CLASSIFY += " --set model_kwargs.num_heads=2 --set ema_half_life=5"
 DETECT = f"{COMMON} --data shapes:32 --recipe shapes_detect --set iterations=30 --set eval_every=15"
 DETECT += " --set warmup_iterations=5 --set method_kwargs.width=16"
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1"
