@@ -31,14 +31,14 @@ ImageNet that does not hold here may still hold there: the tables say what was m
 
 
 def render_page(results: str | Path = "results/studies", studies: Sequence[str | Study] | None = None) -> str:
-    """The page of all studies that have rows; the others are listed with their cost."""
+    """The page of all studies that have rows of their own; the others are listed with their cost."""
     parts, waiting = [HEAD], []
     for given in list_studies() if studies is None else studies:
         study = given if isinstance(given, Study) else load_study(given)
         rows = read_all_rows(Path(results), study.name)
         speeds = read_rows(Path(results) / f"{study.name}_speed.csv")
-        if any(final_rows(study, arm, rows, speeds) for arm in study.arms):
-            own = read_rows(Path(results) / f"{study.name}.csv")
+        own = read_rows(Path(results) / f"{study.name}.csv")
+        if own and any(final_rows(study, arm, rows, speeds) for arm in study.arms):
             parts.append(render_study(study, rows, speeds, own))
         else:
             least, most = study.minutes
