@@ -38,13 +38,17 @@ def depthwise_conv(
     dispatch.check_floating("depthwise_conv", x, weight, bias)
     if not torch.compiler.is_compiling() and 0 in x.shape[1:]:
         raise ValueError(f"depthwise_conv needs a map of at least 1x1 with channels, got {tuple(x.shape)}")
-    dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
-    if len(dtypes) > 1 and not autocast_enabled(x):
-        raise ValueError(f"x, weight and bias must share one dtype, got {', '.join(map(str, dtypes))}; cast them first")
+    parameters = {t.dtype for t in (weight, bias) if t is not None}
     if not residual:  # the residual stream keeps its precision, as in plain PyTorch
         x = x.to(autocast_dtype(x))
     limit = None if weight.shape[2:] == (3, 3) else f"kernels are {weight.shape[2]}x{weight.shape[3]}, not 3x3"
-    if dispatch.choose("depthwise_conv", x, weight, backend=backend, limit=limit) == "eager":
+    chosen = dispatch.choose("depthwise_conv", x, weight, backend=backend, limit=limit)
+    # the kernels take float32 parameters with maps of any dtype
+    allowed = [{x.dtype}] if chosen == "eager" else [{x.dtype}, {torch.float32}]
+    if parameters not in allowed and not autocast_enabled(x):
+        found = ", ".join(map(str, {x.dtype} | parameters))
+        raise ValueError(f"x, weight and bias must share one dtype, got {found}; cast them first")
+    if chosen == "eager":
         return reference.depthwise_conv(x, weight, bias, residual, gelu)
     return torch.ops.tokamix.depthwise_conv(x, weight, bias, residual, gelu)
 
