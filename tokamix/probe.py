@@ -12,9 +12,10 @@ from tokamix.data import DatasetSplits, create_dataset
 from tokamix.data.images.loader import create_eval_loader
 from tokamix.distributed import rank_and_world_size
 from tokamix.embed.features import FeatureExtractor, Pool, extract_features
+from tokamix.embed.run import backbone_precision, load_backbone
 from tokamix.evaluate.knn import TEMPERATURE, measure_knn
 from tokamix.evaluate.linear import LinearResult, measure_linear
-from tokamix.inference import InferenceConfig, Precision, autocast, choose_device, load_model, read_precision
+from tokamix.inference import InferenceConfig, Precision, autocast, choose_device
 from tokamix.recipes import load_overrides
 from tokamix.train import RunResult, train
 
@@ -108,17 +109,10 @@ def probe(
         raise ValueError(f"probing needs images with labels of two or more classes, but {splits.name} has none")
     if "finetune" in methods and isinstance(source, nn.Module):
         raise ValueError("fine-tuning starts from a run, a checkpoint or a pretrained model, not from a module")
-    if isinstance(source, nn.Module):
-        network, config = source, InferenceConfig.from_model(source)
-    else:
-        network, config = load_model(source, model=model)
-    if config.task != "classify":
-        raise ValueError(f"probing is for classifiers and backbones, but the model's task is {config.task}")
-    config = config if image_size is None else config.replace(image_size=image_size)
+    network, config = load_backbone(source, model, image_size)
     extractor = FeatureExtractor(network, pool, layer).to(where)
     neighbours = _check_neighbours(k, len(splits.train)) if "knn" in methods else ()
-    chosen: str = precision or read_precision(source)
-    chosen = "fp32" if precision is None and chosen == "fp16" and where.type == "cpu" else chosen
+    chosen = precision or backbone_precision(source, where)
     rank, world_size = rank_and_world_size()
     options: Any = {"rank": rank, "world_size": world_size, "device": where, "workers": workers}
     parts: list[torch.Tensor] = []

@@ -45,6 +45,23 @@ SHARD_SIZE = 50_000
 Split = Literal["all", "train", "val"]
 
 
+def load_backbone(source: Any, model: str | None, image_size: int | None) -> tuple[nn.Module, InferenceConfig]:
+    """The network whose features are used, given as a module or as for `load_model`, and its preprocessing."""
+    if isinstance(source, nn.Module):
+        network, config = source, InferenceConfig.from_model(source)
+    else:
+        network, config = load_model(source, model=model)
+    if config.task != "classify":
+        raise ValueError(f"features are those of classifiers and backbones, but the model's task is {config.task}")
+    return network, config if image_size is None else config.replace(image_size=image_size)
+
+
+def backbone_precision(source: Any, device: torch.device) -> str:
+    """The precision that a run was evaluated in; fp32 instead of fp16 on a CPU, which has none."""
+    precision = read_precision(source)
+    return "fp32" if precision == "fp16" and device.type == "cpu" else precision
+
+
 def embed(
     source: str | Path | nn.Module,
     data: str | Path,
@@ -96,16 +113,9 @@ def embed(
         if value < 1:
             raise ValueError(f"{name} is {value}, but must be at least 1")
     where = choose_device(device)
-    if isinstance(source, nn.Module):
-        network, config = source, InferenceConfig.from_model(source)
-    else:
-        network, config = load_model(source, model=model)
-    if config.task != "classify":
-        raise ValueError(f"features are those of classifiers and backbones, but the model's task is {config.task}")
-    config = config if image_size is None else config.replace(image_size=image_size)
+    network, config = load_backbone(source, model, image_size)
     extractor = FeatureExtractor(network, pool, layer).to(where)
-    chosen: str = precision or read_precision(source)
-    chosen = "fp32" if precision is None and chosen == "fp16" and where.type == "cpu" else chosen
+    chosen = precision or backbone_precision(source, where)
     name = normalize_source(data)
     opened = open_splits(name, split)
     parts = [(prefix, part) for prefix, dataset in opened for part in _split_into_shards(dataset, shard_size)]
