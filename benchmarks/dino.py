@@ -6,18 +6,15 @@
 Rows: k-NN and linear accuracy of raw pixels, of each body with random weights, and of each body after training without
 labels. A row is written when it is finished; finished rows are not repeated, and a training that was stopped continues.
 `--minutes` bounds one training: two epochs are timed, and the number of epochs is lowered if they would take longer.
-`--deadline` stops everything after so many minutes; the same command continues later.
-
-Estimate for one H200: raw pixels and random weights 1 minute, each training at most 8 (7 of training, 1 for compiling,
-timing and probing): 25 minutes for three mixers.
+`--deadline` stops everything after so many minutes; the same command continues later. `--holdout 1000` measures on
+images held out of the training set, to choose settings. Several commands with different `--mixers` may run at a time;
+`--mixers` alone measures raw pixels.
 """
 
 import argparse
-import csv
 import json
 import os
 import signal
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -26,37 +23,24 @@ from typing import Any
 import torch
 
 import tokamix
-from tokamix.data import create_dataset
 from tokamix.evaluate import measure_knn, measure_linear
 from tokamix.probe import NEIGHBOURS, probe
 from tokamix.recipes import load_recipe
+from tokamix.study.data import decode_once, load_splits
+from tokamix.study.rows import Row, read_rows, write_row
+from tokamix.study.run import current_commit
 from tokamix.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "dino_imagenette.csv"
 COLUMNS = ["features", "mixer", "seed", "epochs", *(f"knn{k}" for k in NEIGHBOURS), "linear", "effective_rank"]
-COLUMNS += ["seconds", "images_per_second", "parameters", "settings", "commit", "gpu", "torch", "curve"]
-Row = dict[str, Any]
+COLUMNS += ["seconds", "wall_seconds", "images_per_second", "processes", "parameters", "holdout", "settings", "commit"]
+COLUMNS += ["gpu", "torch", "curve"]
 
 
-def read_rows() -> list[Row]:
-    if not RESULTS.is_file():
-        return []
-    with RESULTS.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def add_row(row: Row) -> None:
+def add_row(row: Row, path: Path) -> None:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    row = row | {"commit": commit.strip(), "gpu": gpu, "torch": torch.__version__}
-    new = not RESULTS.is_file()
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    write_row(path, row | {"commit": current_commit(), "gpu": gpu, "torch": torch.__version__}, COLUMNS)
     print({key: row.get(key) for key in ("features", "mixer", "knn20", "linear", "epochs", "seconds")}, flush=True)
 
 
@@ -116,30 +100,31 @@ def run(args: argparse.Namespace) -> None:
         timer.daemon = True
         timer.start()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    data = create_dataset(args.data)
-    done = {(row["features"], row["mixer"], row["seed"]) for row in read_rows()}
+    folder, output = Path(args.runs), Path(args.output)
+    data = load_splits(decode_once(args.data, "classify", folder / "data"), args.holdout)
+    done = {(row["features"], row["mixer"], row["seed"]) for row in read_rows(output)}
     overrides = [*args.set, f"seed={args.seed}"] + ([] if device == "cuda" else ["compile=false"])
-    if ("raw pixels", "", "") not in done:
-        add_row({"features": "raw pixels", **raw_pixels(data, device)})
-    jobs = [(kind, mixer) for kind in ("random weights", "DINO") for mixer in args.mixers]
-    for kind, mixer in jobs:
+    common: Row = {"holdout": args.holdout, "processes": args.processes}
+    if not args.mixers and ("raw pixels", "", "") not in done:
+        add_row({"features": "raw pixels", **raw_pixels(data, device), **common}, output)
+    for kind, mixer in [(kind, mixer) for mixer in args.mixers for kind in ("random weights", "DINO")]:
         if (kind, mixer, str(args.seed)) in done:
             continue
         recipe = load_recipe("imagenette_dino", overrides).replace(model=f"pyramid_tiny_{mixer}")
         begun = time.monotonic()
         if kind == "DINO":
-            row = train_row(recipe, data, Path(args.output) / f"{mixer}_{args.seed}", args.minutes)
+            row = train_row(recipe, data, folder / f"{mixer}_{args.seed}", args.minutes)
         else:
             row = random_weights(recipe, data)
-        row.setdefault("seconds", round(time.monotonic() - begun, 1))
-        add_row({"features": kind, "mixer": mixer, "seed": args.seed, **row})
+        row |= {"features": kind, "mixer": mixer, "seed": args.seed, "wall_seconds": round(time.monotonic() - begun, 1)}
+        add_row(row | common, output)
 
 
 def plot(args: argparse.Namespace) -> None:
     """Draw 20-NN accuracy over the epochs, with raw pixels and random weights as lines."""
     from matplotlib.figure import Figure
 
-    rows = read_rows()
+    rows = read_rows(Path(args.rows))
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
     for row in rows:
@@ -164,14 +149,18 @@ def main() -> None:
     commands = parser.add_subparsers(required=True)
     running = commands.add_parser("run")
     running.add_argument("--data", required=True, help="packs of Imagenette at 96 px: train.npz,val.npz")
-    running.add_argument("--mixers", nargs="+", default=["softmax", "xca", "sima"])
+    running.add_argument("--mixers", nargs="*", default=["softmax", "xca", "sima"])
     running.add_argument("--seed", type=int, default=0)
     running.add_argument("--minutes", type=float, default=7.0, help="of one training at most")
     running.add_argument("--deadline", type=float, help="minutes after which everything stops; run again to continue")
-    running.add_argument("--output", default="runs/dino_imagenette", help="folder of the runs")
+    running.add_argument("--holdout", type=int, default=0, help="training images to measure on instead")
+    running.add_argument("--processes", type=int, default=1, help="that share the GPU; written into the rows")
+    running.add_argument("--runs", default="runs/dino_imagenette", help="folder of the runs")
+    running.add_argument("--output", default=str(RESULTS))
     running.add_argument("--set", action="append", default=[], help="key=value replaces a value of the recipe")
     running.set_defaults(function=run)
     plotting = commands.add_parser("plot")
+    plotting.add_argument("--rows", default=str(RESULTS))
     plotting.add_argument("--output", default=str(ROOT / "docs" / "dino.png"))
     plotting.set_defaults(function=plot)
     args = parser.parse_args()
