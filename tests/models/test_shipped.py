@@ -8,6 +8,7 @@ from timm.data import resolve_model_data_config
 
 import tokamix
 from tokamix._construction import read_record
+from tokamix.cost import count_exp, count_macs
 from tokamix.models.shipped import DEFAULT, FOLDER, shipped_weights
 
 
@@ -20,6 +21,7 @@ def test_every_tag_loads(name: str) -> None:
         assert all(torch.equal(tensor.half(), file.get_tensor(key)) for key, tensor in model.state_dict().items())
     size = row["data"]["image_size"]
     assert resolve_model_data_config(model)["input_size"] == (3, size, size)
+    assert (count_macs(model, size), count_exp(model, size).total()) == (row["macs"], row["exps"])
     with torch.no_grad():
         assert model(torch.zeros(1, 3, size, size)).shape == (1, len(row["data"]["classes"]))
 

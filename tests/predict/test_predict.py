@@ -284,3 +284,17 @@ def test_best_masks_win() -> None:
         boxes=torch.zeros(2, 4), labels=torch.tensor([4, 7]), scores=torch.tensor([0.9, 0.5]), masks=masks
     )
     assert merge_masks(prediction).tolist() == [[5] * 4, [5] * 4, [8] * 4, [8] * 4]
+
+
+def test_a_higher_threshold_leaves_objects_out() -> None:
+    """Boxes, labels, scores, masks and names stay together; a segmentation has no scores to choose by."""
+    masks = torch.eye(3)[:, :, None].bool()
+    boxes, scores = torch.arange(12.0).view(3, 4), torch.tensor([0.9, 0.5, 0.2])
+    found = Prediction(boxes=boxes, labels=torch.tensor([1, 0, 1]), scores=scores, masks=masks, names=("b", "a", "b"))
+    assert found.above(0.5).summary() == "1 b, 1 a"
+    assert torch.equal(found.above(0.5).boxes, boxes[:2])
+    assert torch.equal(found.above(0.5).masks, masks[:2])
+    assert found.above(0.95).summary() == "nothing"
+    assert len(found.scores) == 3
+    segmentation = Prediction(segmentation=torch.zeros(2, 2))
+    assert segmentation.above(0.9) is segmentation

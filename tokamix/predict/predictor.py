@@ -7,7 +7,7 @@ predictor.draw("photo.jpg", prediction).save("overlay.png")
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,20 @@ class Prediction:
     areas: tuple[tuple[str, float], ...] = ()  # classes of `segmentation` and their part of the image, largest first
     size: tuple[int, int] = (0, 0)  # (H, W)
     error: str | None = None  # why the image could not be read
+
+    def above(self, threshold: float) -> "Prediction":
+        """The prediction without the detected objects below a score; those of other tasks stay as they are."""
+        if self.boxes is None or self.labels is None or self.scores is None:
+            return self
+        kept = self.scores >= threshold
+        return replace(
+            self,
+            boxes=self.boxes[kept],
+            labels=self.labels[kept],
+            scores=self.scores[kept],
+            masks=None if self.masks is None else self.masks[kept],
+            names=tuple(name for name, keep in zip(self.names, kept.tolist(), strict=True) if keep),
+        )
 
     def summary(self) -> str:
         """Describe the prediction in one line."""
