@@ -73,18 +73,17 @@ def list_jobs() -> list[Job]:
     return originals + [Job(data, to, arm, seed) for to in MIXERS for data in RECIPES for seed in SEEDS for arm in ARMS]
 
 
-def run_job(job: Job, source: str, runs: Path, epochs: int | None) -> Row:
+def run_job(job: Job, source: str, runs: Path, changes: list[str]) -> Row:
     """Train one run in this process and return its row."""
     import torch
 
     import tokamix
-    from tokamix.recipes import load_recipe
+    from tokamix.recipes import load_overrides, load_recipe
     from tokamix.study.data import load_splits
 
     cuda = torch.cuda.is_available()
-    # a short run to try the script: the schedule scales
-    overrides: dict[str, Any] = {"seed": job.seed} | ({"epochs": epochs} if epochs else {})
-    overrides |= {} if cuda else {"precision": "fp32", "compile": False}
+    overrides: dict[str, Any] = {"seed": job.seed} | ({} if cuda else {"precision": "fp32", "compile": False})
+    overrides |= load_overrides(changes)  # a short run to try the script: the schedule scales with the epochs
     recipe = load_recipe(RECIPES[job.data], overrides)
     splits, folder, begun = load_splits(source), runs / job.folder, time.perf_counter()
     steps = len(splits.train) // recipe.batch_size
@@ -125,9 +124,12 @@ def run(args: argparse.Namespace) -> None:
     sources = {"cifar100": args.cifar100, "imagenette": args.imagenette}
     done = {tuple(row[key] for key in ("data", "to", "arm", "seed")) for row in read_rows(args.output)}
     wanted = [job for job in list_jobs() if sources[job.data] and fnmatch.fnmatch(job.label, args.only)]
-    wanted = [job for job in list_jobs() if job in wanted or _is_needed(job, wanted)]
     waiting = [job for job in wanted if tuple(map(str, job)) not in done]
-    print(f"{len(waiting)} of {len(wanted)} runs to do", flush=True)
+    # an original whose folder is gone is trained again for the conversions that are missing; its row stays
+    waiting = [
+        job for job in list_jobs() if job in waiting or (_is_needed(job, waiting) and not _is_trained(job, args.runs))
+    ]
+    print(f"{len(waiting)} runs to do", flush=True)
     packs = {data: decode_once(source, "classify", args.runs / "data") for data, source in sources.items() if source}
     problem = start_mps(args.runs) if gpu_is_there() and args.jobs > 1 else "no GPU, or one run at a time"
     print("MPS runs" if problem is None else f"no MPS: {problem}", flush=True)
@@ -137,10 +139,12 @@ def run(args: argparse.Namespace) -> None:
     try:
         while (waiting or running) and time.monotonic() < deadline:
             ready = [job for job in waiting if _is_ready(job, args.runs)]
+            if not ready and not running:
+                break  # the originals of the others failed
             while ready and len(running) < args.jobs:
                 job = ready.pop(0)
                 waiting.remove(job)
-                arguments = ["worker", json.dumps(job), packs[job.data], str(args.runs), str(args.epochs)]
+                arguments = ["worker", json.dumps(job), packs[job.data], str(args.runs), *args.set]
                 log = args.runs / f"{job.folder}.log"
                 running[job] = start_process("benchmarks.convert", arguments, log, args.runs, problem is None)
             for job in [job for job, process in running.items() if process.poll() is not None]:
@@ -151,7 +155,8 @@ def run(args: argparse.Namespace) -> None:
                     print(f"{log.read_text(errors='replace')[-2000:]}\nFAILED {job.label}; see {log}", flush=True)
                     continue
                 row = json.loads(result.read_text()) | extra
-                write_row(args.output, row, COLUMNS)
+                if tuple(map(str, job)) not in done:
+                    write_row(args.output, row, COLUMNS)
                 print(f"{job.label}: {row['top1']:.2f} % in {row['seconds']:.0f} s", flush=True)
             time.sleep(0.1)
         for job in [*running, *waiting]:
@@ -172,7 +177,12 @@ def _is_ready(job: Job, runs: Path) -> bool:
     """Whether a run's original is finished, if it needs one."""
     if job.arm in ("original", "scratch"):
         return True
-    return (runs / f"{Job(job.data, 'softmax', 'original', job.seed).folder}.json").exists()
+    return _is_trained(Job(job.data, "softmax", "original", job.seed), runs)
+
+
+def _is_trained(job: Job, runs: Path) -> bool:
+    """Whether a run is finished, with its folder here."""
+    return (runs / f"{job.folder}.json").exists()
 
 
 def speed(args: argparse.Namespace) -> None:
@@ -264,9 +274,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "speed", "table", "small", "worker"])
     if sys.argv[1:2] == ["worker"]:
-        _, _, job, source, runs, epochs = sys.argv
+        _, _, job, source, runs, *changes = sys.argv
         parsed = Job(*json.loads(job))
-        row = run_job(parsed, source, Path(runs), int(epochs) or None)
+        row = run_job(parsed, source, Path(runs), changes)
         write_json(Path(runs) / f"{parsed.folder}.json", row)
         return
     parser.add_argument("--cifar100", help="packs of CIFAR-100, or CIFAR100")
@@ -277,7 +287,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=4, help="runs at a time")
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which runs are stopped, state saved")
     parser.add_argument("--only", default="*", help="pattern of 'data mixer arm seed'; needed originals are added")
-    parser.add_argument("--epochs", type=int, default=0, help="epochs of the originals, to try the script")
+    parser.add_argument("--set", nargs="+", default=[], help="changes of the recipes, to try the script: epochs=4 ...")
     parser.add_argument("--sizes", type=int, nargs="+", default=[224, 512, 1024, 2048])
     args = parser.parse_args()
     args.runs.mkdir(parents=True, exist_ok=True)
