@@ -39,7 +39,7 @@ ORDER = (
     ),
     *("models", "checkpoint", "runtimes", "inference", "recipes", "data", "dense", "predict", "embed", "evaluate"),
     *("vqa", "train", "transfer", "probe", "explain", "export", "bench", "study", "compare", "convert"),
-    *("demo", "cli", "__main__"),
+    *("demo", "studio", "cli", "__main__"),
 )
 # `load_model` imports the dense models inside the function: only users of segmenters and detectors load them
 DEFERRED = {"inference.py imports tokamix.dense.saved"}

@@ -23,6 +23,7 @@ from tokamix.cli.pick import pick
 from tokamix.cli.predict import predict
 from tokamix.cli.probe import probe
 from tokamix.cli.recipes import recipes
+from tokamix.cli.studio import studio
 from tokamix.cli.study import study
 from tokamix.cli.train import train
 from tokamix.cli.transfer import transfer
@@ -55,6 +56,7 @@ for name, command in (
     ("export", export),
     ("transfer", transfer),
     ("explain", explain),
+    ("studio", studio),
     ("models", models),
     ("recipes", recipes),
     ("compare", compare),
