@@ -7,8 +7,11 @@ from types import FrameType
 from typing import Any
 
 from tokamix.studio._gradio import gr
+from tokamix.studio.compare import add_compare_tab
+from tokamix.studio.dense import add_dense_tab
 from tokamix.studio.look import add_look_tab
 from tokamix.studio.settings import StudioSettings
+from tokamix.studio.train import add_train_tab
 
 CSS = Path(__file__).with_name("studio.css")
 CACHE_SECONDS = 3600  # uploaded files are deleted after this time, and when the studio ends
@@ -20,6 +23,9 @@ def create_app(settings: StudioSettings) -> gr.Blocks:
     with gr.Blocks(title="tokamix studio", analytics_enabled=False, delete_cache=(CACHE_SECONDS,) * 2) as app:
         gr.Markdown("# tokamix studio", elem_id="title")
         add_look_tab(settings)
+        add_compare_tab(settings)
+        add_train_tab(settings)
+        add_dense_tab(settings)
     return app.queue(default_concurrency_limit=1, max_size=QUEUE_SIZE, api_open=False)
 
 
