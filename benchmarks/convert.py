@@ -17,6 +17,7 @@ tokens and weight mixing in a quarter of their epochs:
 The same command resumes: finished runs are rows, stopped ones continue from their folders. `--only 'cifar100 sima *'`
 selects runs. Estimate for one H200 with 4 runs at a time: 10 minutes for the 6 originals, then about 40 s for each of
 72 runs; for the bar alone (CIFAR-100, SimA, all arms): 5 minutes for the originals and 8 for the 12 runs.
+`table` writes the tables and curves of docs/guides/convert.md from the rows.
 `speed` times originals and conversions with the GPU to themselves: about 2 minutes. `small` is a check for a CPU: 5,000
 images of 20 classes, a column of three blocks, 30 epochs, converted to SimA in 7; half an hour on a core.
 """
@@ -26,12 +27,12 @@ import csv
 import fnmatch
 import json
 import signal
-import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.convert_report import write_report
 from tokamix.files import write_json
 from tokamix.study.data import decode_once
 from tokamix.study.processes import Process, start_mps, start_process, stop_mps, stop_processes
@@ -42,6 +43,7 @@ RECIPES = {"cifar100": "cifar100_fast", "imagenette": "imagenette"}
 MIXERS = ("sima", "super_token", "weight_mixing")
 ARMS = ("full", "naive", "calibrated", "scratch")
 SEEDS = (10, 11, 12)
+DOCS = Path(__file__).parents[1] / "docs"
 SHARE = 4  # a conversion has 1 / SHARE of the original's epochs
 COLUMNS = ["data", "to", "arm", "seed", "top1", "original", "swapped", "calibrated", "transferred", "epochs", "steps"]
 COLUMNS += ["original_steps", "seconds", "processes", "mps", "commit", "gpu", "torch", "errors", "curve"]
@@ -252,21 +254,12 @@ def small(args: argparse.Namespace) -> None:
 
 
 def table(args: argparse.Namespace) -> None:
-    """Print the rows as Markdown: mean top-1 of each arm, and its difference to the originals of the same seeds."""
-    rows = read_rows(args.output)
-    print(f"| data | mixer | {' | '.join(ARMS)} | original |\n|---|---|{'---:|' * (len(ARMS) + 1)}")
-    for data in RECIPES:
-        originals = {row["seed"]: float(row["top1"]) for row in rows if (row["data"], row["arm"]) == (data, "original")}
-        for to in MIXERS:
-            cells = []
-            for arm in ARMS:
-                found = [row for row in rows if (row["data"], row["to"], row["arm"]) == (data, to, arm)]
-                scores = [float(row["top1"]) for row in found]
-                gaps = [float(row["top1"]) - originals[row["seed"]] for row in found if row["seed"] in originals]
-                gap = f" ({statistics.mean(gaps):+.2f})" if gaps else ""
-                cells.append(f"{statistics.mean(scores):.2f}{gap}, n = {len(scores)}" if scores else "")
-            mean = f"{statistics.mean(originals.values()):.2f}" if originals else ""
-            print(f"| {data} | {to} | {' | '.join(cells)} | {mean} |")
+    """Write the tables and curves of docs/guides/convert.md, and print the tables."""
+    print(
+        write_report(
+            read_rows(args.output), read_rows(args.speeds), DOCS / "guides/convert.md", DOCS / "conversion.png"
+        )
+    )
 
 
 def main() -> None:
