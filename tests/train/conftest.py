@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.train import tiny, tiny_dense
-from tests.train.launch import DENSE_RUNS, DINO_RUN, DISTRIBUTED, torchrun
+from tests.train.launch import CONVERSION, DENSE_RUNS, DINO_RUN, DISTRIBUTED, torchrun
 from tokamix.train import RunResult
 from tokamix.train.output import run_folder
 from tokamix.train.tasks import classify
@@ -45,11 +45,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunResu
 
 
 @pytest.fixture(scope="session")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess]:
+def two_processes(
+    tmp_path_factory: pytest.TempPathFactory, classifier_run: Path
+) -> tuple[Path, subprocess.CompletedProcess]:
     """Runs of all tasks in one job of two processes, and the finished job."""
     folder = tmp_path_factory.mktemp("two_processes")
     runs = [{**tiny.PARALLEL, **more, "output": str(folder / name)} for name, more in DISTRIBUTED.items()]
-    others = {**DENSE_RUNS, "dino": DINO_RUN}
+    others = {**DENSE_RUNS, "dino": DINO_RUN, "conversion": {**CONVERSION, "convert": str(classifier_run)}}
     runs += [{**settings, "output": str(folder / name)} for name, settings in others.items()]
     job = torchrun({"runs": runs})
     assert job.returncode == 0, job.stderr[-3000:]

@@ -19,6 +19,7 @@ DENSE_RUNS: dict[str, dict[str, Any]] = {
     "masks": {"task": "detect", **SHORT, **MASKS},
     "cascade": {"task": "detect", "iterations": 1, "eval_every": 1, **MASKS, "method": "cascade_mask_rcnn"},
 }
+CONVERSION: dict[str, Any] = {"epochs": 4, "device": "cpu", "quiet": True, "sizes": (8, 16), "calibration_images": 64}
 DINO_RUN: dict[str, Any] = {"task": "dino", "save_every": 3, "log_every": 1}
 
 

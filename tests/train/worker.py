@@ -1,7 +1,8 @@
 """Trains tiny models in a job of torchrun. `python -m tests.train.worker '{"runs": [{...}, ...]}'`
 
-"runs" holds the settings of one run after the other; one with "task" is a segmenter, detector or DINO. A run with
-"kill": [attempt, step] kills process 1 before that step in that attempt of an elastic job.
+"runs" holds the settings of one run after the other; one with "task" is a segmenter, detector or DINO, one with
+"convert" converts the run in that folder to SimA. A run with "kill": [attempt, step] kills process 1 before that step
+in that attempt of an elastic job.
 """
 
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+import tokamix
 from tests.train import tiny, tiny_dense, tiny_dino
 from tokamix.train.loop.engine import Engine
 
@@ -37,7 +39,9 @@ if __name__ == "__main__":
         if "kill" in settings:
             kill_before(*settings.pop("kill"))
         output = Path(settings.pop("output"))
-        if settings.get("task") == "dino":
+        if "convert" in settings:
+            tokamix.convert(settings.pop("convert"), tiny.tiny_data(), "sima", output, **settings)
+        elif settings.get("task") == "dino":
             tiny_dino.run(output, **settings)
         elif "task" in settings:
             tiny_dense.run(settings.pop("task"), output, **settings)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,15 @@ from safetensors.torch import load_file
 
 import tokamix
 from tests.command import call
+from tests.train.launch import CONVERSION as OPTIONS
 from tests.train.loop.test_resume import Stop, stop_at
+from tests.train.setup.test_parallel import assert_same_run
 from tests.train.tiny import TINY, assert_same_bits, tiny_data
 from tokamix.convert import Conversion, Speed
 from tokamix.convert.report import find_break_even
 from tokamix.inference import load_model
 from tokamix.train.tasks.convert import FineTune
 from tokamix.train.tasks.task import Position
-
-OPTIONS: dict[str, Any] = {"epochs": 4, "device": "cpu", "quiet": True, "sizes": (8, 16), "calibration_images": 64}
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,16 @@ def test_a_stopped_conversion_resumes(
     assert not (tmp_path / "conversion.json").exists()
     tokamix.convert(classifier_run, tiny_data(), "sima", tmp_path, **OPTIONS)
     assert_same_bits(tmp_path, converted.folder)
+
+
+def test_two_processes_are_like_one(
+    converted: Conversion, two_processes: tuple[Path, subprocess.CompletedProcess]
+) -> None:
+    """In attention transfer, the variance that the errors are divided by is that of the whole batch."""
+    folder = two_processes[0] / "conversion"
+    for part in (Path("transfer"), Path()):
+        assert_same_run(converted.folder / part, folder / part)
+    assert Conversion.read(folder).accuracy == converted.accuracy
 
 
 def test_progressive_conversion_starts_as_the_original(classifier_run: Path) -> None:

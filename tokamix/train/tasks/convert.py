@@ -4,10 +4,11 @@ LoLCATs, arXiv 2410.10254, and ViT-AdaLA, arXiv 2603.16063: new mixers first lea
 each on the original's activations, then the whole network is fine-tuned towards the original.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tokamix.compile import compile_blocks
@@ -27,7 +28,8 @@ class Transfer(Classify):
 
     Each new mixer is followed by the one it replaces, whose output is passed on: so every block works on the original's
     activations, and one forward pass of the network serves all of them. Only the new mixers are trained. The loss is
-    the mean over the blocks of the squared error, divided by the variance of the original's output.
+    the mean over the blocks of the squared error, divided by the variance of the original's output in the batch of all
+    processes.
 
     Args:
         recipe: how the mixers are trained; `eval_mode` keeps dropout off and statistics fixed.
@@ -38,7 +40,7 @@ class Transfer(Classify):
     def __init__(self, recipe: Recipe, data: str | DatasetSplits, hosts: Hosts) -> None:
         super().__init__(recipe, data)
         self.hosts = hosts
-        self.errors: list[Tensor] = []
+        self.errors: list[tuple[Tensor, Tensor, Tensor]] = []  # squared error; mean and variance of the target
 
     def prepare(self, model: nn.Module, accelerator: Accelerator | None) -> None:
         """Freeze everything but the new mixers, and attach the replaced ones."""
@@ -56,7 +58,7 @@ class Transfer(Classify):
                 return None
             with torch.no_grad():
                 target = host(*args, **kwargs)
-            self.errors.append(relative_error(_tensor(output), _tensor(target)))
+            self.errors.append(compare(_tensor(output), _tensor(target)))
             return target
 
         return hook
@@ -69,7 +71,8 @@ class Transfer(Classify):
         images, _ = self.mix(images, labels, position)
         self.errors.clear()
         model(images)
-        loss = torch.stack(self.errors).mean()
+        errors, means, variances = zip(*self.errors, strict=True)
+        loss = (torch.stack(errors) / pool_variances(means, variances).clamp_min(1e-12)).mean()
         return loss, {"loss": loss}
 
 
@@ -146,11 +149,23 @@ class FineTune(Distill):
         return super().loss(model, images, labels, position)
 
 
-def relative_error(output: Tensor, target: Tensor) -> Tensor:
-    """Mean squared error, divided by the variance of the target around its mean token."""
+def compare(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean squared error, and the mean token (C,) of the target and its variance around it."""
     output, target = output.float(), target.float()
-    tokens = tuple(range(target.ndim - 1))
-    return (output - target).square().mean() / (target - target.mean(tokens)).square().mean().clamp_min(1e-12)
+    mean = target.mean(tuple(range(target.ndim - 1)))
+    return (output - target).square().mean(), mean, (target - mean).square().mean()
+
+
+def pool_variances(means: Sequence[Tensor], variances: Sequence[Tensor]) -> Tensor:
+    """The variance of each block's target over the batch of all processes, so that they train like one process."""
+    own = torch.stack(tuple(variances))
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return own
+    squares = own + torch.stack([mean.square().mean() for mean in means])
+    moments = torch.cat([*means, squares])  # one message for all blocks
+    dist.all_reduce(moments)
+    *pooled, squares = (moments / dist.get_world_size()).split([*map(len, means), len(own)])
+    return squares - torch.stack([mean.square().mean() for mean in pooled])
 
 
 def _tensor(output: Any) -> Tensor:
