@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import tokamix
+from tokamix.mixers.weight_mixing import WeightMixing
+from tokamix.ops.weight_mixing.reference import mixing_weights
+from tokamix.swap import calibrate
 from tokamix.swap.calibrate import calibrate_mixers
 
 COLUMN: dict[str, Any] = {"img_size": 32, "patch_size": 4, "dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
@@ -89,6 +92,23 @@ def test_errors_are_those_of_the_outputs_and_repeat_exactly() -> None:
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     for name, tensor in weights[0].items():  # several batches are like one
         torch.testing.assert_close(weights[2][name], tensor, rtol=1e-3, atol=1e-3)
+
+
+def test_mean_attention_becomes_the_bank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not its mirror image: attention to the left neighbour becomes mixing from the left."""
+    left = torch.full((1, 2, 12, 12), 0.02, dtype=torch.float64)
+    left[..., torch.arange(1, 12), torch.arange(11)] = 0.78
+    monkeypatch.setattr(calibrate, "_attention", lambda host, x: (x, x, left))
+    mixer = WeightMixing(8, (3, 4), num_heads=2, adaptive=False).double()
+    host = nn.Module()
+    host.num_heads = 2
+    fit = calibrate.BankFit(mixer, host)
+    fit.add((torch.zeros(1, 12, 8), (3, 4)), {}, None)
+    with torch.no_grad():
+        fit.solve()
+    weights = mixing_weights(None, mixer.bank, (3, 4), (3, 4))[:, 0, 0]  # (sources, heads, destinations)
+    for token in (1, 2, 3, 5):
+        assert weights[:, 0, token].argmax() == token - 1
 
 
 def test_uniform_attention_becomes_sima_exactly() -> None:

@@ -14,28 +14,29 @@ from tokamix.bench.timing import median_ms, peak_gb
 from tokamix.convert.report import Speed
 
 SECONDS = 0.5  # repetitions of a forward pass that is timed
-LIMIT = 20.0  # seconds of one forward pass, above which a size is left out
+LIMITS = {"cpu": 20.0, "cuda": 5.0}  # seconds of a forward pass, above which a size is left out; a GPU runs 12 of them
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")
 
 
 def measure_speeds(model: nn.Module, sizes: Sequence[int], in_chans: int, device: torch.device) -> list[Speed]:
     """Time forward passes of a classifier; a size that it does not accept or that does not fit has a reason instead.
 
-    In bfloat16 with 8 images on a GPU, in float32 with one image on a CPU. Peak memory includes the weights on a GPU;
-    on a CPU it is the growth of the process.
+    In bfloat16 with 8 images on a GPU, fewer above 512 px; in float32 with one image on a CPU. Peak memory includes the
+    weights on a GPU; on a CPU it is the growth of the process.
     """
     cuda = device.type == "cuda"
     network = copy.deepcopy(model).to(device, torch.bfloat16 if cuda else torch.float32).eval()
     rows: list[Speed] = []
     for size in sizes:
         last = next((row for row in reversed(rows) if row.milliseconds), None)
+        batch = max(1, min(8, 8 * 512**2 // size**2)) if cuda else 1
         # attention is quadratic in the pixels
         expected = last.milliseconds / 1e3 * (size / last.size) ** 4 if last and last.milliseconds else 0.0
-        if not cuda and expected > LIMIT:
+        if expected * batch > LIMITS["cuda" if cuda else "cpu"]:
             rows.append(Speed(size, problem=f"left out: up to {expected:.0f} s per image"))
             continue
         try:
-            rows.append(_measure(network, size, in_chans, 8 if cuda else 1, device))
+            rows.append(_measure(network, size, in_chans, batch, device))
         except (RuntimeError, ValueError, AssertionError, MemoryError) as error:
             full = isinstance(error, MemoryError) or any(text in str(error).lower() for text in OUT_OF_MEMORY)
             text = str(error).strip().splitlines()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from tokamix.layers import split_heads
 from tokamix.mixers.weight_mixing import WeightMixing
+from tokamix.swap.bank import displacements, set_entries
 
 OUTPUTS = ("proj", "out_proj", "refine.proj")  # names of output projections
 RIDGE = 1e-2  # of the output projection, relative to the energy of each feature; it keeps the projection at 0 features
@@ -202,37 +203,23 @@ class BankFit:
 
     def add(self, args: Any, kwargs: Any, output: Any) -> None:
         """Add a batch of tokens of a grid."""
-        x, (height, width) = args[0], args[1]
+        x, grid = args[0], args[1]
         parts = _parts(x, self.host.num_heads)
         attention = sum(_attention(self.host, part)[2].sum(0).double() for part in parts) * (x.shape[1] / len(x))
-        h, w = self.mixer.window
-        y, x_ = (torch.arange(n, device=x.device) for n in (height, width))
-        dy = (y[:, None] - y)[:, None, :, None].expand(height, width, height, width).flatten(2).flatten(0, 1)
-        dx = (x_[:, None] - x_)[None, :, None, :].expand(height, width, height, width).flatten(2).flatten(0, 1)
-        near = (dy.abs() < h) & (dx.abs() < w)
-        index = ((dy + h - 1) * (2 * w - 1) + dx + w - 1)[near]
-        size = (2 * h - 1) * (2 * w - 1)
-        total = attention.new_zeros(len(attention), size).index_add_(1, index, attention[:, near])
-        pairs = attention.new_zeros(size).index_add_(0, index, torch.ones_like(index, dtype=attention.dtype))
+        index, held = displacements(grid, self.mixer.window, x.device)
+        size = self.mixer.bank[0].numel()
+        total = attention.new_zeros(len(attention), size).index_add_(1, index[held], attention[:, held])
+        pairs = attention.new_zeros(size).index_add_(0, index[held], attention.new_ones(int(held.sum())))
         self.total = total if self.total is None else self.total + total
         self.pairs = pairs if self.pairs is None else self.pairs + pairs
 
     def solve(self) -> None:
         """Rewrite the first entries of the bank, one for each head, and let each head's policy choose its own."""
-        mixer = self.mixer
         if self.total is None or self.pairs is None:  # the original does not call this module
-            return
-        if mixer.bank.ndim != 2 or len(mixer.bank) < mixer.num_heads or mixer.activation != "softmax":
             return
         mean = (self.total / self.pairs.clamp_min(1)).clamp_min(1e-6)
         mean[:, self.pairs == 0] = mean[:, self.pairs > 0].min()
-        mixer.bank[: mixer.num_heads] = mean.log().to(mixer.bank)
-        if mixer.adapter is not None and mixer.policy_activation == "identity":
-            last: Any = list(mixer.adapter.children())[-1]
-            choice = torch.zeros(len(mixer.bank), mixer.num_heads)
-            choice[: mixer.num_heads] = torch.eye(mixer.num_heads)
-            last.weight.mul_(0.1)  # the choice adapts to the tokens from here on
-            last.bias.copy_(choice.flatten())
+        set_entries(self.mixer, mean.log(), adapt=0.1)  # the choice adapts to the tokens from here on
 
 
 class OutputFit:
