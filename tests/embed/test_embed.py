@@ -2,9 +2,6 @@
 
 import io
 import json
-import os
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -15,12 +12,11 @@ from PIL import Image
 
 import tokamix
 from tests.command import call
+from tests.processes import ROOT, TWO_PROCESSES, finish, torchrun
 from tokamix.data import create_dataset
 from tokamix.embed import FeatureIndex, embed, find_neighbours, neighbours
 from tokamix.embed import run as embed_run
 from tokamix.inference import load_model
-
-ROOT = Path(__file__).parents[2]
 
 
 def picture(i: int) -> Image.Image:
@@ -148,16 +144,14 @@ def test_bad_input_is_one_sentence(classifier_run: Path, segmenter_run: Path, ph
     assert not (other / "index.json").exists()
 
 
+@pytest.mark.xdist_group("processes")
 def test_two_processes_share_the_shards(classifier_run: Path, photos: Path, tmp_path: Path) -> None:
     one = embed(classifier_run, photos, tmp_path / "one", shard_size=3, device="cpu")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tokamix"]
-    command += ["embed", str(classifier_run), str(photos), "-o", str(tmp_path / "two"), "--shard-size", "3"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    job = subprocess.run(
-        [*command, "--workers", "0", "--device", "cpu"], capture_output=True, text=True, env=environment
-    )
-    assert job.returncode == 0, job.stderr[-2000:]
-    assert job.stdout.count("written") == 1
+    command = [*TWO_PROCESSES, str(ROOT / "tokamix" / "__main__.py"), "embed", str(classifier_run), str(photos)]
+    command += ["-o", str(tmp_path / "two"), "--shard-size", "3", "--workers", "0", "--device", "cpu"]
+    code, output = finish(tmp_path / "log", torchrun, command)
+    assert code == 0, output[-2000:]
+    assert output.count("written") == 1
     two = FeatureIndex(tmp_path / "two")
     assert torch.equal(torch.cat(list(one.features())), torch.cat(list(two.features())))
 

@@ -1,10 +1,7 @@
 """Two processes that evaluate together get the numbers of one."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,11 +9,10 @@ import pytest
 from tests.command import call
 from tests.evaluate.test_detection import detections
 from tests.evaluate.test_segmentation import count_by_hand, random_pair
-from tests.evaluate.worker import COMMAND, evaluate_all, evaluate_together
+from tests.evaluate.worker import COMMAND, evaluate_all, evaluate_as_rank_1, evaluate_together
+from tests.processes import started
 from tokamix.data import create_dataset
 from tokamix.evaluate import CocoAP
-
-ROOT = Path(__file__).parents[2]
 
 
 def free_port() -> int:
@@ -25,6 +21,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+@pytest.mark.xdist_group("processes")
 def test_two_processes_agree_with_one(
     segmenter_run: Path, detector_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -34,14 +31,12 @@ def test_two_processes_agree_with_one(
     alone = call("eval", segmenter_run, *COMMAND)
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2, "RANK": 0}.items():
         monkeypatch.setenv(name, str(value))
-    command = [sys.executable, "-m", "tests.evaluate.worker", str(tmp_path), json.dumps(runs)]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"RANK": "1"}
-    ) as other:
+    with started(tmp_path / "log", evaluate_as_rank_1, tmp_path, runs, RANK="1") as other:
         first = evaluate_together(tmp_path, runs)
-        output, errors = other.communicate(timeout=100)
-    assert other.returncode == 0, errors[-3000:]
-    second = json.loads(output)
+        other.join(100)
+        output = (tmp_path / "log").read_text()
+        assert other.exitcode == 0, output[-3000:]
+    second = json.loads(output.splitlines()[-1])
     assert (first.pop("printed"), second.pop("printed")) == (alone, "")
     assert alone.count("mIoU") == 1
     for task, decoded in (("segment", (4, 3)), ("detect", (4, 3)), ("classify", (19, 18))):

@@ -1,7 +1,6 @@
-"""One of two processes that evaluate together; as a script, it prints its results."""
+"""What each of two processes does that evaluate together."""
 
 import json
-import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -86,6 +85,6 @@ def evaluate_together(folder: Path, runs: dict[str, str]) -> dict:
     return results | {"printed": call("eval", runs["segment"], *COMMAND)}
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(json.dumps(evaluate_together(Path(sys.argv[1]), json.loads(sys.argv[2]))))
+def evaluate_as_rank_1(folder: Path, runs: dict[str, str]) -> None:
+    """Evaluate in a process of its own, and print the results."""
+    print(json.dumps(evaluate_together(folder, runs)))

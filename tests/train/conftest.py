@@ -1,15 +1,18 @@
 """Fixtures of the training tests."""
 
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.processes import ROOT
 from tests.train import tiny, tiny_dense
-from tests.train.launch import CONVERSION, DENSE_RUNS, DINO_RUN, DISTRIBUTED, torchrun
+from tests.train.launch import CONVERSION, DENSE_RUNS, DINO_RUN, DISTRIBUTED
 from tokamix.train import RunResult
 from tokamix.train.output import run_folder
 from tokamix.train.tasks import classify
@@ -45,14 +48,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunResu
 
 
 @pytest.fixture(scope="session")
-def two_processes(
-    tmp_path_factory: pytest.TempPathFactory, classifier_run: Path
-) -> tuple[Path, subprocess.CompletedProcess]:
-    """Runs of all tasks in one job of two processes, and the finished job."""
+def two_processes(tmp_path_factory: pytest.TempPathFactory, classifier_run: Path) -> tuple[Path, str]:
+    """Runs of all tasks in one job of two processes, and its output; `accelerate launch` starts interpreters."""
     folder = tmp_path_factory.mktemp("two_processes")
     runs = [{**tiny.PARALLEL, **more, "output": str(folder / name)} for name, more in DISTRIBUTED.items()]
     others = {**DENSE_RUNS, "dino": DINO_RUN, "conversion": {**CONVERSION, "convert": str(classifier_run)}}
     runs += [{**settings, "output": str(folder / name)} for name, settings in others.items()]
-    job = torchrun({"runs": runs})
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi-gpu", "--num-processes", "2"]
+    command += ["-m", "tests.train.worker", json.dumps({"runs": runs})]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    job = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
     assert job.returncode == 0, job.stderr[-3000:]
-    return folder, job
+    return folder, job.stdout + job.stderr

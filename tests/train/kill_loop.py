@@ -1,30 +1,20 @@
-"""Run the training command in processes and kill them at random moments, until one finishes.
-
-`python -m tests.train.kill_loop FOLDER`: FOLDER/whole is the uninterrupted run, FOLDER/killed the other one.
-"""
+"""Run the training command in processes and kill them at random moments, until one finishes."""
 
 import json
 import os
 import random
 import signal
-import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
-import torch
-
-# imports of the command, before the forks: the children reach the training sooner, where the kills should fall
-from matplotlib.figure import Figure  # noqa: F401
-from torch.utils.tensorboard import SummaryWriter  # noqa: F401
-
-import tokamix.train  # noqa: F401
 from tokamix.cli import app
 from tokamix.data import create_dataset
 
 COMMAND = "train --data digits --recipe digits --save-every 3 --log-every 2 --quiet --device cpu"
-KILLS = 6
+KILLS = 4
 SETTINGS = """
-    epochs=8 batch_size=256 accumulate=2 warmup_epochs=1 image_size=8 drop_path=0.1 ema=0.9 mixup=0.8
+    epochs=6 batch_size=256 accumulate=2 warmup_epochs=1 image_size=8 drop_path=0.1 ema=0.9 mixup=0.8
     model_kwargs.dim=16 model_kwargs.depth=2
 """
 
@@ -43,9 +33,12 @@ def stamp(file: Path) -> int:
     return file.stat().st_mtime_ns if file.is_file() else 0
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    create_dataset("digits")  # happens once, as the imports do
+def kill_repeatedly(folder: Path) -> None:
+    """Train in FOLDER/whole without and in FOLDER/killed with kills; prints how many there were."""
+    # what the command imports, before the forks: the children reach the training sooner, where the kills should fall
+    import_module("matplotlib.figure")
+    import_module("torch.utils.tensorboard")
+    create_dataset("digits")
     draw = random.Random(0)
     begun = time.monotonic()
     child = start(folder / "whole")
@@ -73,7 +66,3 @@ def main(folder: Path) -> None:
             time.sleep(0.003)
         assert status == 0 or os.WTERMSIG(status) == signal.SIGKILL, f"the run failed with {status}"
     print(json.dumps({"kills": kills, "resumed": resumed, "seconds": round(time.monotonic() - begun, 1)}))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

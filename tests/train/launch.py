@@ -1,12 +1,10 @@
-"""Launches training jobs of two processes."""
+"""Training jobs of two processes."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, TWO_PROCESSES
+
 DISTRIBUTED: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp": {"fsdp": True}}  # of the tiny classifier
 MASKS = {"method": "mask_rcnn", "method_kwargs": {"width": 16, "rois_per_image": 32}}
 SMALL_STVIT = {"dims": [16] * 4, "depths": [1] * 4, "num_heads": [2] * 4, "stoken_sizes": [4, 2, 1, 1]}
@@ -23,12 +21,6 @@ CONVERSION: dict[str, Any] = {"epochs": 4, "device": "cpu", "quiet": True, "size
 DINO_RUN: dict[str, Any] = {"task": "dino", "save_every": 3, "log_every": 1}
 
 
-def torchrun_command(job: dict[str, Any], restarts: int = 0) -> list[str]:
-    """The command that runs tests.train.worker in two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return [*command, f"--max-restarts={restarts}", "-m", "tests.train.worker", json.dumps(job)]
-
-
-def torchrun(job: dict[str, Any], restarts: int = 0, timeout: float = 400) -> subprocess.CompletedProcess:
-    """Run tests.train.worker in two processes."""
-    return subprocess.run(torchrun_command(job, restarts), cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+def torchrun_arguments(job: dict[str, Any], *options: str) -> list[str]:
+    """Arguments of torchrun that run tests.train.worker, in two processes unless the options say otherwise."""
+    return [*(options or TWO_PROCESSES), str(ROOT / "tests" / "train" / "worker.py"), json.dumps(job)]

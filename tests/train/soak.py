@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 from torchvision.transforms.functional import to_pil_image
 
-from tests.train.launch import ROOT
+from tests.processes import ROOT
 from tests.train.tiny import assert_same_bits
 from tokamix.data.shapes import Shapes
 from tokamix.train.loop.state import read_header

@@ -1,10 +1,11 @@
-"""Trains tiny models in a job of torchrun. `python -m tests.train.worker '{"runs": [{...}, ...]}'`
+"""Trains tiny models in a job of torchrun. `torchrun tests/train/worker.py '{"runs": [{...}, ...]}'`
 
 "runs" holds the settings of one run after the other; one with "task" is a segmenter, detector or DINO, one with
 "convert" converts the run in that folder to SimA. A run with "kill": [attempt, step] kills process 1 before that step
 in that attempt of an elastic job.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -34,6 +35,10 @@ def kill_before(attempt: int, update: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if (
+        sys.platform == "linux"
+    ):  # torchrun that forks asks for SIGINT at its death, and torchrun that does not, does not
+        ctypes.CDLL(None).prctl(1, 0)
     for settings in json.loads(sys.argv[1])["runs"]:
         Engine._train_step = train_step
         if "kill" in settings:

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +11,14 @@ import pytest
 import torch
 from torchvision.transforms.functional import to_pil_image
 
+from tests.processes import finish
+from tests.train.kill_loop import kill_repeatedly
 from tests.train.tiny import TINY, assert_same_bits, run, state_of, tiny_data
 from tokamix.train import RunResult
 from tokamix.train import run as train_run
 from tokamix.train.loop import engine
 from tokamix.train.loop.engine import Engine
 from tokamix.train.loop.state import read_state, write_state
-
-ROOT = Path(__file__).parents[3]
 
 
 class Stop(Exception):
@@ -177,17 +175,12 @@ def test_saved_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cos
     assert saves == expected
 
 
+@pytest.mark.xdist_group("processes")
 def test_kill_9_at_random_moments(tmp_path: Path) -> None:
     """The real command in real processes, killed repeatedly; they are forked so that the imports happen once."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.train.kill_loop", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
+    code, output = finish(tmp_path / "log", kill_repeatedly, tmp_path)
+    assert code == 0, output
+    report = json.loads(output.splitlines()[-1])
     assert report["kills"] >= 3
     assert report["resumed"] >= 2
     assert {p.name for p in (tmp_path / "whole").iterdir()} == {p.name for p in (tmp_path / "killed").iterdir()}

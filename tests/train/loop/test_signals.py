@@ -6,34 +6,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 from torchvision.transforms.functional import to_pil_image
 
-from tests.train.launch import ROOT, torchrun_command
+from tests.processes import ROOT, started, torchrun
+from tests.train.launch import torchrun_arguments
 from tests.train.tiny import TINY, assert_same_bits, run, tiny_data
 from tokamix.train import RunResult
 from tokamix.train.loop.signals import Interrupts
 from tokamix.train.loop.state import read_header
 from tokamix.train.tasks.classify import Classify
-
-
-@contextmanager
-def started(command: list[str]) -> Iterator[subprocess.Popen]:
-    """A job in a process group of its own; whatever is left of it is killed."""
-    job = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        yield job
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> None:
@@ -66,31 +53,44 @@ def test_signal_to_the_process_group(tmp_path: Path) -> None:
     recipe.write_text(TINY.replace(epochs=100_000, augment="rand-m9-mstd0.5-inc1").to_yaml())
     command = f"-m tokamix train --data {tmp_path}/files --recipe {recipe} --output {tmp_path}/run --device cpu"
     command += " --workers 2 --log-every 1 --save-every 1000000"
-    with started([sys.executable, *command.split()]) as job:
+    job = subprocess.Popen(
+        [sys.executable, *command.split()],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
         wait_for(lambda: len(rows(tmp_path / "run")) > 3, 120)
         processes = psutil.Process(job.pid).children(recursive=True)
         assert len(processes) >= 2
         for number in (signal.SIGTERM, signal.SIGTERM):  # `timeout` sends it to its child and to the group
             os.killpg(job.pid, number)
-        out, errors = job.communicate(timeout=30)
-    assert job.returncode == 130, errors
-    assert "Traceback" not in errors + out
-    assert "stopped after step" in out
+        output, _ = job.communicate(timeout=30)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+    assert job.returncode == 130, output
+    assert "Traceback" not in output
+    assert "stopped after step" in output
     assert saved_update(tmp_path / "run") == rows(tmp_path / "run")[-1]["update"]
     assert not any(process.is_running() for process in processes)
 
 
+@pytest.mark.xdist_group("processes")
 def test_signals_to_torchrun(tmp_path: Path) -> None:
     """All ranks stop at the same step and save; after kill -9 of torchrun too, where they would train on."""
     last = 0
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL):
         settings = {"epochs": 100_000, "log_every": 1, "output": str(tmp_path / "run")}
-        with started(torchrun_command({"runs": [settings]})) as job:
+        with started(tmp_path / "log", torchrun, torchrun_arguments({"runs": [settings]})) as job:
             wait_for(lambda: len(rows(tmp_path / "run")) > last + 4, 120)  # noqa: B023, called at once
             ranks = psutil.Process(job.pid).children()
             for process in ranks if number == signal.SIGUSR1 else [psutil.Process(job.pid)]:
                 process.send_signal(number)
-            job.wait(timeout=40)
+            job.join(40)
+            assert job.exitcode is not None
             wait_for(lambda: not any(map(psutil.Process.is_running, ranks)), 10)  # noqa: B023
         assert saved_update(tmp_path / "run") == rows(tmp_path / "run")[-1]["update"]
         last = len(rows(tmp_path / "run"))

@@ -1,9 +1,8 @@
 """Two jobs never write into the same folder."""
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -35,11 +34,16 @@ def test_second_run_in_the_same_folder(tmp_path: Path, monkeypatch: pytest.Monke
     assert not list(tmp_path.rglob(LOCK))
 
 
+def exit_with_lock(folder: Path) -> None:
+    with lock_folder(folder):
+        os._exit(0)
+
+
 def test_locks_of_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a dead process is taken over, on another host only by the next attempt of the same job."""
-    owner = "from pathlib import Path; from tokamix.train.output.lock import lock_folder; import os\n"
-    owner += f"with lock_folder(Path({str(tmp_path)!r})): os._exit(0)"
-    subprocess.run([sys.executable, "-c", owner], check=True)
+    owner = multiprocessing.get_context("fork").Process(target=exit_with_lock, args=(tmp_path,))
+    owner.start()
+    owner.join(30)
     lock = tmp_path / LOCK
     dead = json.loads(lock.read_text())
     with lock_folder(tmp_path):

@@ -1,8 +1,6 @@
 """Distributed runs: the same numbers as one process, and no hang."""
 
 import json
-import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +10,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import tokamix
-from tests.train.launch import torchrun
+from tests.processes import TWO_PROCESSES, finish, torchrun
+from tests.train.launch import torchrun_arguments
 from tests.train.tiny import PARALLEL, TINY, run
 from tokamix.layers import BatchNorm
 from tokamix.train import RunResult
@@ -32,9 +31,8 @@ def assert_same_run(one: Path, other: Path) -> None:
         torch.testing.assert_close(weights[1][name], weight, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_two_processes_are_like_one(
-    reference: Callable[..., RunResult], two_processes: tuple[Path, subprocess.CompletedProcess]
-) -> None:
+@pytest.mark.xdist_group("processes")
+def test_two_processes_are_like_one(reference: Callable[..., RunResult], two_processes: tuple[Path, str]) -> None:
     """DDP and FSDP2 give the losses and weights of one process with the whole batch."""
     folder, _ = two_processes
     one = reference(**PARALLEL).folder
@@ -51,18 +49,18 @@ def test_accumulation_is_like_one_batch(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "one", tmp_path / "parts")
 
 
+@pytest.mark.xdist_group("processes")
 def test_killed_processes(reference: Callable[..., RunResult], tmp_path: Path) -> None:
     """An elastic restart resumes the run; without restarts left the job ends with an error instead of hanging.
 
     The second run is sharded when process 1 is killed; one process resumes it.
     """
-    begun = time.monotonic()
     runs = [{**PARALLEL, "kill": [0, 7], "output": str(tmp_path / "elastic")}]
     runs += [{**PARALLEL, "fsdp": True, "kill": [1, 4], "output": str(tmp_path / "ended")}]
-    job = torchrun({"runs": runs}, restarts=1)
-    assert job.returncode != 0
-    assert time.monotonic() - begun < 350
-    assert "Signal 9 (SIGKILL) received by PID" in job.stderr
+    arguments = torchrun_arguments({"runs": runs}, *TWO_PROCESSES, "--max-restarts=1")
+    code, output = finish(tmp_path / "log", torchrun, arguments, seconds=350)
+    assert code == 1, output[-3000:]
+    assert "Signal 9 (SIGKILL) received by PID" in output
     one = reference(**PARALLEL).folder
     assert_same_run(one, tmp_path / "elastic")
     run(tmp_path / "ended", **PARALLEL)

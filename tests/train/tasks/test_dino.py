@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -147,7 +146,8 @@ def test_resuming_is_exact(tmp_path: Path, dino_run: Path, monkeypatch: pytest.M
     assert_same_bits(whole, tmp_path / "resumed")
 
 
-def test_two_processes_are_like_one(dino_run: Path, two_processes: tuple[Path, subprocess.CompletedProcess]) -> None:
+@pytest.mark.xdist_group("processes")
+def test_two_processes_are_like_one(dino_run: Path, two_processes: tuple[Path, str]) -> None:
     folder = two_processes[0] / "dino"
     rows = [
         [json.loads(line) for line in (one / "metrics.jsonl").read_text().splitlines()] for one in (dino_run, folder)
