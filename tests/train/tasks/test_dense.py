@@ -252,16 +252,16 @@ def test_drawings_show_the_best_weights(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_compiled_for_all_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many image sizes cause few graphs; the losses are those without compilation."""
+    """Training with four image sizes needs fewer graphs; the losses are those without compilation."""
     graphs = []
 
     def count(graph, inputs):
-        graphs.append(graph)
+        graphs.extend([graph] * torch.is_grad_enabled())
         return graph
 
     real = torch.nn.Module.compile
-    settings = {"iterations": 8, "eval_every": 4, "batch_size": 2}
-    settings |= {"scale": (64, 32), "scales": (24, 28, 32, 36, 40, 44, 48, 52)}
+    settings = {"iterations": 8, "eval_every": 8, "batch_size": 2}
+    settings |= {"scale": (128, 32), "scales": (24, 56, 88, 120)}  # are padded to 32, 64, 96 and 128
     plain = run("detect", tmp_path / "plain", **settings)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **kw: real(self, backend=count, **kw))
     torch._dynamo.reset()
@@ -269,7 +269,7 @@ def test_compiled_for_all_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     torch._dynamo.reset()
     losses = [[row["train_loss"] for row in result.epochs] for result in (plain, compiled)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-    assert 0 < len(graphs) <= 4  # a size, then all others; in training, and in evaluation
+    assert 0 < len(graphs) < 4  # a size, then all others
 
 
 @pytest.mark.parametrize("body", ["test_resnet", "test_efficientnet"])
