@@ -35,9 +35,7 @@ def kill_before(attempt: int, update: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if (
-        sys.platform == "linux"
-    ):  # torchrun that forks asks for SIGINT at its death, and torchrun that does not, does not
+    if sys.platform == "linux":  # no signal at the death of torchrun, as in ranks that are not forked
         ctypes.CDLL(None).prctl(1, 0)
     for settings in json.loads(sys.argv[1])["runs"]:
         Engine._train_step = train_step

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +64,8 @@ def test_a_stopped_conversion_resumes(
     assert_same_bits(tmp_path, converted.folder)
 
 
-def test_two_processes_are_like_one(
-    converted: Conversion, two_processes: tuple[Path, subprocess.CompletedProcess]
-) -> None:
+@pytest.mark.xdist_group("processes")
+def test_two_processes_are_like_one(converted: Conversion, two_processes: tuple[Path, str]) -> None:
     """In attention transfer, the variance that the errors are divided by is that of the whole batch."""
     folder = two_processes[0] / "conversion"
     for part in (Path("transfer"), Path()):
