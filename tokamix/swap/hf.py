@@ -43,7 +43,7 @@ _RELATIVE = "the relative position bias is dropped: only softmax has logits to a
 _CLASSES = {
     "vit": {"ViTAttention": _adapter(1)},
     "deit": {"DeiTAttention": _adapter(2)},
-    "beit": {"BeitAttention": _adapter(1, position=("relative_position_bias",), note=_RELATIVE)},
+    "beit": {"BeitAttention": _adapter(1, position=("relative_position_bias",), relative=True, note=_RELATIVE)},
     "dinov2": {"Dinov2Attention": _adapter(1)},
     "dinov3_vit": {"DINOv3ViTAttention": _adapter(_prefix_of_dinov3)},
     "clip": {"CLIPAttention": _adapter(1, "out_proj", keep=_text)},

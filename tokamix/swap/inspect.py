@@ -30,13 +30,17 @@ NO_ATTENTION = ("torch.", "timm.layers.classifier", "tokamix.")  # their softmax
 
 @dataclass(frozen=True)
 class Shapes:
-    """Shapes at one attention in a forward pass: queries, keys, values; input and output, if they are tensors."""
+    """Shapes at one attention in a forward pass: queries, keys, values; input and output, if they are tensors.
+
+    `bias` is what the host adds to the logits of softmax.
+    """
 
     q: torch.Size
     k: torch.Size
     v: torch.Size
     input: torch.Size | None
     output: torch.Size | None
+    bias: Tensor | None = None
 
 
 def find_attentions(model: nn.Module) -> tuple[dict[str, tuple[Any, Adapter]], dict[str, str], dict[str, str]]:
@@ -92,8 +96,13 @@ def class_path(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def record_shapes(model: nn.Module, hosts: dict[str, tuple[Any, Adapter]], size: tuple[int, int]) -> dict[str, Shapes]:
-    """The shapes at each attention for one image of a size, without computing; {} if the model takes no image."""
+def record_shapes(
+    model: nn.Module, hosts: dict[str, tuple[Any, Adapter]], size: tuple[int, int], compute: bool = False
+) -> dict[str, Shapes]:
+    """The shapes at each attention for one image of a size; {} if the model takes no image.
+
+    Nothing is computed, unless the values of the biases are needed (`compute`).
+    """
     recorded: dict[str, Shapes] = {}
     with unchanged(hosts):
         handles = []
@@ -104,7 +113,7 @@ def record_shapes(model: nn.Module, hosts: dict[str, tuple[Any, Adapter]], size:
             handles.append(host.register_forward_hook(hook, with_kwargs=True))
         try:
             with plain_inference(model):
-                _forward_on_meta(model, size)
+                _forward(model, size, compute)
         except Exception:  # whatever it is, the shapes are not known
             return {}
         finally:
@@ -149,9 +158,11 @@ class _Recorder(SoftmaxProduct):
     """The host's own product, which remembers the shapes of its first call."""
 
     shapes: tuple[torch.Size, torch.Size, torch.Size] | None = None
+    bias: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        self.shapes = self.shapes or (q.shape, k.shape, v.shape)
+        if self.shapes is None:
+            self.shapes, self.bias = (q.shape, k.shape, v.shape), call.bias
         return super().forward(q, k, v, call)
 
 
@@ -163,14 +174,16 @@ def _record(
         output = output[0] if isinstance(output, tuple) else output
         x, out = (t.shape if isinstance(t, Tensor) else None for t in (first, output))
         q, k, v = recorder.shapes
-        recorded[name] = Shapes(q, k, v, x, out)
+        recorded[name] = Shapes(q, k, v, x, out, recorder.bias)
 
 
-def _forward_on_meta(model: nn.Module, size: tuple[int, int]) -> None:
+def _forward(model: nn.Module, size: tuple[int, int], compute: bool) -> None:
     state = {name: tensor for part in (model.named_parameters(), model.named_buffers()) for name, tensor in part}
     dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
-    image = torch.zeros(1, image_channels(model), *size, device="meta", dtype=dtype)
-    functional_call(model, {name: tensor.to("meta") for name, tensor in state.items()}, (image,))
+    if not compute:
+        state = {name: tensor.to("meta") for name, tensor in state.items()}
+    image = torch.zeros(1, image_channels(model), *size, device=next(iter(state.values())).device, dtype=dtype)
+    functional_call(model, state, (image,))
 
 
 @functools.cache

@@ -13,8 +13,10 @@ from tokamix._construction import record_step
 from tokamix.mixers import Site
 from tokamix.mixers.context_broadcast import ContextBroadcast
 from tokamix.mixers.registry import create_mixer, get_mixer
+from tokamix.mixers.weight_mixing import WeightMixing
 from tokamix.swap._host import Adapter
 from tokamix.swap.attention import ImageSize, remember_image_size, swap, token_grid
+from tokamix.swap.bank import carry_bias
 from tokamix.swap.bodies import create_replacement, find_body_blocks
 from tokamix.swap.calibrate import Images, calibrate_mixers
 from tokamix.swap.inspect import Shapes, find_attentions, nominal_size, record_shapes
@@ -52,7 +54,8 @@ def swap_mixer(
     Mixers with queries, keys and values (softmax, xca, sima, linformer, performer, nystrom, efficient, cosformer,
     super_token) use the host's projections, q/k norms, rotary embeddings and gates. The others (active_token,
     weight_mixing, soft) have their own and keep the host's output projection; pooling and identity have none. Position
-    biases of softmax are dropped, except for to="softmax".
+    biases of softmax are dropped, except for to="softmax"; weight_mixing starts from a relative one: its mixing weights
+    are softmax(bias).
 
     Prefix tokens (class, distillation, register): mixers of sets of tokens treat them like all others. Mixers on a grid
     mix the patch tokens; prefix tokens then attend to all tokens with the host's queries and keys, or, for mixers
@@ -93,7 +96,10 @@ def swap_mixer(
         )
     chosen, kept_by_choice = _choose(hosts, where, keep_class_attention)
     size = to_2tuple(image_size) if image_size is not None else None
-    shapes = {} if to in SHAPELESS and not size else record_shapes(model, chosen, size or nominal_size(model))
+    shapes: dict[str, Shapes] = {}
+    if size or to not in SHAPELESS:
+        compute = to == "weight_mixing" and any(adapter.relative for _, adapter in chosen.values())
+        shapes = record_shapes(model, chosen, size or nominal_size(model), compute)
     source = ImageSize()
     mixers: dict[str, nn.Module] = {}
     impossible: dict[str, str] = dict(unknown) if where is None else {}
@@ -113,6 +119,7 @@ def swap_mixer(
     report.kept = {**kept_by_choice, **kept, **impossible}
     report.before = Cost.of(model, size) if size else None
     before = {name: tensor.numel() for name, tensor in model.state_dict(keep_vars=True).items()}
+    report.carried = [name for name, mixer in mixers.items() if _carry_bias(mixer, chosen[name][1], shapes.get(name))]
     for name, mixer in mixers.items():
         host, adapter = chosen[name]
         if adapter.convert is None or not adapter.convert(host, mixer):
@@ -126,7 +133,7 @@ def swap_mixer(
     after = {name: tensor.numel() for name, tensor in model.state_dict(keep_vars=True).items()}
     report.dropped = sorted(before.keys() - after.keys())
     report.added = {name: after[name] for name in sorted(after.keys() - before.keys())}
-    used = [chosen[name][1] for name in mixers]
+    used = [chosen[name][1] for name in mixers if name not in report.carried]
     report.notes = list(dict.fromkeys(adapter.note for adapter in used if adapter.note)) if to != "softmax" else []
     if relu:
         report.activations = _replace_activations(model)
@@ -263,7 +270,9 @@ def _create_whole(
     if adapter.layout == "other" or not adapter.ordered or adapter.class_attention:
         raise Impossible(f"it does not map tokens of a grid to themselves, which {to} needs")
     if shapes is None or shapes.input is None:
-        raise Impossible(f"its input is unknown, because the model takes no single image; {to} needs its width")
+        raise Impossible(
+            f"{to} needs the shape of its input, but the model did not run on one image; give its image_size"
+        )
     if isinstance(host, nn.MultiheadAttention) and (shapes.q != shapes.k or not host.batch_first):
         raise Impossible(f"{to} needs self-attention of tokens with the batch first")
     if shapes.output is not None and shapes.output != shapes.input:
@@ -271,6 +280,14 @@ def _create_whole(
     dim = shapes.input[1] if adapter.layout == "nchw" and len(shapes.input) == 4 else shapes.input[-1]
     heads = site.num_heads if dim % site.num_heads == 0 else 1
     return create_mixer(to, Site(dim, heads, site.grid, site.stage, site.index), **options, **dd)
+
+
+def _carry_bias(mixer: nn.Module, adapter: Adapter, shapes: Shapes | None) -> bool:
+    """Start weight mixing from the host's relative position bias, where it has one; whether it does."""
+    if not (isinstance(mixer, WeightMixing) and adapter.relative and shapes is not None and shapes.bias is not None):
+        return False
+    grid = _nominal_grid(adapter, shapes)
+    return grid is not None and carry_bias(mixer, shapes.bias, grid)
 
 
 def _heads(host: Any, adapter: Adapter, shapes: Shapes | None) -> tuple[int, int]:

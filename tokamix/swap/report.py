@@ -41,6 +41,7 @@ class SwapReport:
         kept: name and reason of each module that still computes a softmax.
         dropped: parameters that the model no longer has.
         added: parameters and buffers that the model did not have, with their number of elements.
+        carried: attentions whose relative position bias the new mixer starts from.
         activations: activations that became ReLU.
         notes: further changes that come with the mixer.
         before: cost before the swap, if an image size was given.
@@ -52,6 +53,7 @@ class SwapReport:
     kept: dict[str, str] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
     added: dict[str, int] = field(default_factory=dict)
+    carried: list[str] = field(default_factory=list)
     activations: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     before: Cost | None = None
@@ -75,6 +77,9 @@ class SwapReport:
             lines.append(
                 f"{len(self.added)} parameters added ({sum(self.added.values()):,} values): {', '.join(self.added)}"
             )
+        if self.carried:
+            names = ", ".join(self.carried)
+            lines.append(f"{len(self.carried)} relative position biases carried over into the banks of {names}")
         if self.activations:
             lines.append(f"{len(self.activations)} activations are ReLU now: {', '.join(self.activations)}")
         if self.before and self.after:

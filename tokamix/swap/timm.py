@@ -12,6 +12,7 @@ from tokamix.swap._host import AFTER, BEFORE, Adapter, BlockLayout
 BIASES: dict[str, Any] = {
     "position": ("attention_biases", "attention_bias_idxs"),
     "bias_methods": ("get_attention_biases",),
+    "relative": True,
 }
 CHANNELS = "cross-covariance attention: its temperatures are dropped, and tokens mix instead of channels"
 WINDOW = (
@@ -65,7 +66,7 @@ ADAPTERS: dict[str, Adapter] = {
     "timm.models.vision_transformer.ParallelScalingBlock": Adapter(layout="other"),
     "timm.models.vision_transformer.DiffParallelScalingBlock": Adapter(layout="other"),
     "timm.models.beit.Attention": Adapter(
-        position=("relative_position_bias_table", "relative_position_index"), note=RELATIVE
+        position=("relative_position_bias_table", "relative_position_index"), note=RELATIVE, relative=True
     ),
     "timm.models.cait.TalkingHeadAttn": Adapter(
         forwards.attention,
@@ -109,7 +110,7 @@ ADAPTERS: dict[str, Adapter] = {
     "timm.models.eva.EvaAttention": Adapter(),
     "timm.models.fastvit.Attention": Adapter(layout="nchw"),
     "timm.models.gcvit.WindowAttentionGlobal": Adapter(
-        forwards.gcvit, position=("rel_pos",), window=True, note=RELATIVE
+        forwards.gcvit, position=("rel_pos",), relative=True, window=True, note=RELATIVE
     ),
     "timm.models.gemma4_vit.Gemma4Attention": Adapter(output="o_proj", prefix=0),
     "timm.models.hiera.MaskUnitAttention": Adapter(layout="other", window=True, ordered=False),
@@ -118,8 +119,10 @@ ADAPTERS: dict[str, Adapter] = {
     "timm.models.levit.Attention": Adapter(forwards.levit, **BIASES, prefix=0, layout="nchw", note=RELATIVE),
     "timm.models.levit.AttentionDownsample": Adapter(forwards.levit_down, **BIASES, **DOWN),
     "timm.models.lowformer.ConvAttention": Adapter(layout="nchw", output="o_proj"),
-    "timm.models.maxxvit.Attention2d": Adapter(layout="nchw", position=("rel_pos",), note=RELATIVE),
-    "timm.models.maxxvit.AttentionCl": Adapter(layout="nhwc", position=("rel_pos",), window=True, note=RELATIVE),
+    "timm.models.maxxvit.Attention2d": Adapter(layout="nchw", position=("rel_pos",), relative=True, note=RELATIVE),
+    "timm.models.maxxvit.AttentionCl": Adapter(
+        layout="nhwc", position=("rel_pos",), relative=True, window=True, note=RELATIVE
+    ),
     "timm.models.metaformer.Attention": Adapter(prefix=0),
     "timm.models.mvitv2.MultiScaleAttention": Adapter(
         forwards.mvit, position=("rel_pos_h", "rel_pos_w"), prepare=_no_spatial, **DOWN
@@ -131,18 +134,21 @@ ADAPTERS: dict[str, Adapter] = {
     "timm.models.swin_transformer.WindowAttention": Adapter(
         forwards.window_attention,
         position=("relative_position_bias_table", "relative_position_index"),
+        relative=True,
         window=True,
         note=WINDOW,
     ),
     "timm.models.swin_transformer_v2.WindowAttention": Adapter(
         forwards.cosine_window_attention,
         position=("cpb_mlp", "logit_scale", "relative_coords_table", "relative_position_index"),
+        relative=True,
         window=True,
         note=WINDOW,
     ),
     "timm.models.swin_transformer_v2_cr.WindowMultiHeadAttention": Adapter(
         forwards.cosine_window_attention,
         position=("meta_mlp", "logit_scale", "relative_coordinates_log"),
+        relative=True,
         window=True,
         note=WINDOW,
     ),
@@ -151,7 +157,9 @@ ADAPTERS: dict[str, Adapter] = {
     "timm.models.twins.LocallyGroupedAttn": Adapter(head_axis=2, prefix=0),
     "timm.models.twins.GlobalSubSampleAttn": Adapter(prefix=0),
     "timm.models.visformer.Attention": Adapter(layout="nchw"),
-    "timm.models.vision_transformer_relpos.RelPosAttention": Adapter(position=("rel_pos",), note=RELATIVE),
+    "timm.models.vision_transformer_relpos.RelPosAttention": Adapter(
+        position=("rel_pos",), relative=True, note=RELATIVE
+    ),
     "timm.models.vision_transformer_sam.Attention": Adapter(
         layout="nhwc", head_axis=0, position=("rel_pos_h", "rel_pos_w"), prepare=_no_relative, note=RELATIVE
     ),
