@@ -1,5 +1,7 @@
 """Explainers and their answers."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -52,6 +54,17 @@ def test_every_question_has_an_answer(mixer: str) -> None:
         assert answer.values.ndim == (2 if answer.style == "curve" else 3)
         assert (answer.layer is None) == ("layer" not in QUESTIONS[key].uses)
         assert explanation.ask(key, position=(0.3, 0.8)) is answer  # kept
+
+
+def test_the_latest_answers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[Explainer.__module__], "MAX_ANSWERS", 3)
+    explanation = explainer("softmax")(PHOTO)
+    first, other = explanation.ask("mixing_row", 0, (0, 0)), explanation.ask("mixing_row", 0, (0, 0.99))
+    for x in (0.4, 0.6):
+        assert explanation.ask("mixing_row", 0, (0, 0)) is first
+        explanation.ask("mixing_row", 0, (0.99, x))
+    assert explanation.ask("mixing_row", 0, (0, 0)) is first
+    assert explanation.ask("mixing_row", 0, (0, 0.99)) is not other
 
 
 def test_answers_are_those_of_the_functions() -> None:

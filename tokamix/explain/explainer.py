@@ -22,6 +22,7 @@ from tokamix.models import create_model
 from tokamix.predict.predictor import ImageLike, preprocess, read_image
 
 POSITION = (0.5, 0.5)
+MAX_ANSWERS = 64  # that an explanation keeps; a receptive field has as many values as the image has pixels
 MIN_SIDE = 4  # tokens on the shorter side of a grid that is worth a picture
 
 
@@ -89,7 +90,7 @@ class Explanation:
         position: tuple[float, float] = POSITION,
         head: int | None = None,
     ) -> Answer:
-        """Answer a question with named arrays; answers are kept, so that asking again costs nothing.
+        """Answer a question with named arrays; the latest are kept, so that asking again costs nothing.
 
         Args:
             question: a key of `tokamix.explain.QUESTIONS`.
@@ -101,15 +102,21 @@ class Explanation:
         token = chosen.token_at(*position)
         about = {"layer": chosen.layer.name, "token": token, "head": head}
         key = (question, *(about[part] for part in asked.uses))
-        if key not in self._answers:
-            if question not in self.questions():
-                raise ValueError(f"{self.name} cannot answer {question!r}: {asked.title}")
-            values, panels, unit = asked.answer(Target(self, chosen, token, head))
-            known: dict[str, Any] = {part: about[part] for part in asked.uses}
-            grid = chosen.grid if "layer" in asked.uses else None
-            array = values.detach().float().cpu().numpy()
-            self._answers[key] = Answer(question, array, panels, asked.style, unit, grid=grid, **known)
-        return self._answers[key]
+        answer = self._answers.pop(key, None) or self._answer(question, Target(self, chosen, token, head), about)
+        self._answers[key] = answer  # the latest is last
+        if len(self._answers) > MAX_ANSWERS:
+            del self._answers[next(iter(self._answers))]
+        return answer
+
+    def _answer(self, question: str, target: Target, about: dict[str, Any]) -> Answer:
+        asked = QUESTIONS[question]
+        if question not in self.questions():
+            raise ValueError(f"{self.name} cannot answer {question!r}: {asked.title}")
+        values, panels, unit = asked.answer(target)
+        known: dict[str, Any] = {part: about[part] for part in asked.uses}
+        grid = target.layer.grid if "layer" in asked.uses else None
+        array = values.detach().float().cpu().numpy()
+        return Answer(question, array, panels, asked.style, unit, grid=grid, **known)
 
 
 class Explainer:

@@ -150,27 +150,35 @@ def draw_maps(
 
 def draw_map(axis: Any, explanation: Explanation, answer: Answer, panel: int, colours: Theme) -> None:
     """Draw one panel of an answer over the photo, or on its own if it is no map of the image."""
-    values = answer.values[panel]
-    extent = _extent(explanation)
     if answer.style == "regions":
-        _regions(axis, explanation, values.astype(int))
+        _regions(axis, explanation, answer.values[panel].astype(int))
         return
-    if answer.question == "weight_bank":
-        limit = np.abs(answer.values).max() or 1
-        axis.imshow(values, cmap="PuOr", vmin=-limit, vmax=limit, interpolation="nearest")
+    scaled, cmap = scale_values(answer, panel)
+    options: dict[str, Any] = {"cmap": cmap, "vmin": 0, "vmax": 1, "interpolation": "nearest"}
+    if not answer.over_image:
+        axis.imshow(scaled, **options)
         return
-    axis.imshow(_veiled(explanation, colours), extent=extent)
+    axis.imshow(_veiled(explanation, colours), extent=_extent(explanation))
+    axis.imshow(scaled, alpha=HEAT_ALPHA, extent=_extent(explanation), **options)
+    if answer.token is not None and answer.grid is not None:
+        _mark(axis, explanation, answer.token, answer.grid)
+
+
+def scale_values(answer: Answer, panel: int) -> tuple[np.ndarray, str]:
+    """One panel's values from 0 to 1, and the name of matplotlib's colour map for them."""
+    values = answer.values[panel]
     low, high, cmap = 0.0, float(values.max()) or 1.0, "magma"
-    if answer.style == "signed" and values.min() < 0:
+    if not answer.over_image:  # one scale for all panels
+        high = float(np.abs(answer.values).max()) or 1.0
+        low, cmap = -high, "PuOr"
+    elif answer.style == "signed" and values.min() < 0:
         high = float(np.quantile(np.abs(values), 0.99)) or 1.0
         low, cmap = -high, "PuOr"
     elif answer.style == "range":
         low = float(values.min())
     elif answer.style == "root":  # the few pixels of the token's own patch would leave all others dark
         values, high = np.sqrt(np.clip(values / (np.quantile(values, 0.98) or 1), 0, 1)), 1.0
-    axis.imshow(values, cmap=cmap, vmin=low, vmax=high, alpha=HEAT_ALPHA, extent=extent, interpolation="nearest")
-    if answer.token is not None and answer.grid is not None:
-        _mark(axis, explanation, answer.token, answer.grid)
+    return np.clip((values - low) / (high - low or 1), 0, 1), cmap
 
 
 def draw_samples(
@@ -496,12 +504,12 @@ def _regions(axis: Any, explanation: Explanation, regions: np.ndarray) -> None:
     means = sums / np.bincount(index.ravel())[:, None]
     tint = tints[(large * 5) % 7]  # neighbours differ
     axis.imshow(0.45 * explanation.rgb.numpy() + 0.3 * means[index] + 0.25 * tint, extent=_extent(explanation))
-    for line in _borders(regions, height / regions.shape[0], width / regions.shape[1]):
+    for line in region_borders(regions, height / regions.shape[0], width / regions.shape[1]):
         axis.plot(*line, color="#ffffff", lw=0.7, solid_capstyle="round")
 
 
-def _borders(regions: np.ndarray, down: float, right: float) -> list[tuple[list[float], list[float]]]:
-    """Lines (x, y) between tokens of different regions."""
+def region_borders(regions: np.ndarray, down: float, right: float) -> list[tuple[list[float], list[float]]]:
+    """Lines (x, y) between tokens of different regions; `down` and `right` are the sides of a token."""
     lines = []
     for r, c in zip(*np.nonzero(regions[:, 1:] != regions[:, :-1]), strict=True):
         lines.append(([(c + 1) * right] * 2, [r * down, (r + 1) * down]))

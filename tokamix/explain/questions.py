@@ -106,6 +106,11 @@ class Answer:
     token: Pair | None = None
     head: int | None = None
 
+    @property
+    def over_image(self) -> bool:
+        """Whether the values belong to places of the image; those of a weight bank belong to displacements."""
+        return self.style != "curve" and self.question != "weight_bank"
+
 
 def _always(layer: CapturedLayer) -> bool:
     return True

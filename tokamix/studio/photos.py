@@ -20,30 +20,29 @@ MAX_PHOTOS = 32  # that are kept for all users together
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 
 
-class PhotoInput(gr.Image):
+def photo_input(**kwargs: Any) -> Any:
     """`gr.Image` that hands over the uploaded file's path and decodes nothing: `read_photo` does, under limits.
 
-    Images inside of the request and addresses, which Gradio would download, are refused.
+    Images inside of the request and addresses, which Gradio would download, are refused. Methods of the instance are
+    replaced because Gradio writes a file into the package for each subclass.
     """
+    image = gr.Image(type="filepath", image_mode=None, **kwargs)
+    move = image.async_move_resource_to_block_cache
 
-    is_template = True  # shown as gr.Image
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, type="filepath", image_mode=None, **kwargs)
-
-    def preprocess(self, payload: Any) -> str | None:
-        """The path of the uploaded file; Gradio has checked that it lies in the folder of uploads."""
+    def preprocess(payload: Any) -> str | None:
         if payload is None:
             return None
         if not payload.path or (payload.url or "").startswith("data:"):
             raise gr.Error("upload the image as a file", print_exception=False)
-        return payload.path
+        return payload.path  # Gradio has checked that it lies in the folder of uploads
 
-    async def async_move_resource_to_block_cache(self, url_or_file_path: Any) -> str | None:
-        """As Gradio's, but nothing is downloaded."""
-        if str(url_or_file_path).lower().startswith(("http:", "https:")):
+    async def move_file(path: Any) -> str | None:
+        if str(path).lower().startswith(("http:", "https:")):
             raise gr.Error("addresses are not opened: upload the image as a file", print_exception=False)
-        return await super().async_move_resource_to_block_cache(url_or_file_path)
+        return await move(path)
+
+    image.preprocess, image.async_move_resource_to_block_cache = preprocess, move_file
+    return image
 
 
 def read_photo(path: str | Path, settings: StudioSettings) -> Image.Image:
