@@ -399,35 +399,56 @@ def draw_comparison(
     position: tuple[float, float] = POSITION,
     layer: int | None = None,
     theme: str = "light",
+    questions: Sequence[str] | None = None,
+    head: int | None = None,
 ) -> "Figure":
-    """Draw the same questions about several models in one figure: prediction, receptive field, mixing and saliency.
+    """Draw the same questions about several models in one figure, below the photo and the prediction.
 
-    A column for each model.
+    A column for each model. A question that a model or its layer cannot be asked leaves its place empty.
 
     Args:
         rows: explanations of the same image.
         position: of the token, in fractions of height and width.
         layer: index of the layer of all models; None: the last with a grid worth a picture.
         theme: "light" or "dark".
+        questions: keys of `QUESTIONS` that give maps; None: receptive field, mixing weights and saliency, if all models
+            can be asked.
+        head: index; None: the mean over heads.
     """
-    keys = [key for key in ("receptive_field", "mixing_row", "saliency") if all(key in e.questions() for e in rows)]
     titles = {"receptive_field": "receptive field", "mixing_row": "mixing weights", "saliency": "saliency"}
-    places: dict[str, str] = {}  # layers of the first model
+    keys = [key for key in titles if all(key in e.questions() for e in rows)] if questions is None else questions
+    answers = {key: [_ask(e, key, layer, position, head) for e in rows] for key in keys}
+    panels = [(key, i) for key in keys for i in range(max(len(a.panels) if a else 0 for a in answers[key]))]
+    places: dict[tuple[str, int], str] = {}  # layers of the first model
     with drawing(theme) as colours:
-        figure, axes = _grid(1 + len(keys), len(rows), rows[0])
+        figure, axes = _grid(1 + len(panels), len(rows), rows[0])
         for number, (explanation, name) in enumerate(zip(rows, short_names(rows), strict=True)):
             _photo(axes[0, number], explanation, position)
             axes[0, number].set_title(f"{name}\n{_prediction(explanation)}".strip())
-            for axis, key in zip(axes[1:, number], keys, strict=True):
-                answer = explanation.ask(key, layer, position)
-                draw_map(axis, explanation, answer, 0, colours)
+            for axis, (key, panel) in zip(axes[1:, number], panels, strict=True):
+                answer = answers[key][number]
+                if answer is None:
+                    axis.set_visible(False)
+                    continue
+                draw_map(axis, explanation, answer, panel, colours)
                 place = explanation.capture[answer.layer].layer.label if answer.layer else ""
-                if number == 0:
-                    axis.set_ylabel(f"{titles[key]}\n{place}".strip(), color=colours.ink)
-                    places[key] = place
-                elif place != places[key]:
+                if (key, panel) not in places:
+                    title = titles.get(key, QUESTIONS[key].title.lower())
+                    axis.set_ylabel("\n".join(filter(None, (title, answer.panels[panel], place))), color=colours.ink)
+                    places[key, panel] = place
+                elif place != places[key, panel]:
                     axis.set_title(place)
         return figure
+
+
+def _ask(explanation: Explanation, key: str, layer: int | None, *about: Any) -> Answer | None:
+    """The answer, or None if the model or this layer or head of it cannot be asked."""
+    if key not in explanation.questions():
+        return None
+    try:
+        return explanation.ask(key, layer if "layer" in QUESTIONS[key].uses else None, *about)
+    except ValueError:
+        return None
 
 
 def spread_layers(explanation: Explanation, question: str = "sampled_positions", count: int = 6) -> list[CapturedLayer]:

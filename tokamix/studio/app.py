@@ -83,4 +83,15 @@ def _password_check(password: str | None) -> Any:
 def _theme() -> Any:
     """Colours of the house; fonts of the reader's system, so that nothing is downloaded."""
     sans, mono = ("system-ui", "sans-serif"), ("ui-monospace", "monospace")
-    return gr.themes.Base(primary_hue="blue", neutral_hue="slate", font=sans, font_mono=mono)
+    theme = gr.themes.Base(primary_hue="blue", neutral_hue="slate", font=sans, font_mono=mono)
+    soft = {"light": "*neutral_600", "dark": "*neutral_300"}  # Gradio's own have too little contrast
+    return theme.set(
+        body_text_color_subdued=soft["light"],
+        body_text_color_subdued_dark=soft["dark"],
+        block_info_text_color=soft["light"],
+        block_info_text_color_dark=soft["dark"],
+        block_label_text_color=soft["light"],
+        block_label_text_color_dark=soft["dark"],
+        block_title_text_color=soft["light"],
+        block_title_text_color_dark=soft["dark"],
+    )

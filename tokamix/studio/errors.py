@@ -3,6 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable
+from html import escape
 from typing import Any, TypeVar
 
 from tokamix.studio._gradio import gr
@@ -14,7 +15,7 @@ logger = logging.getLogger(__name__)
 def plain_errors(function: Function) -> Function:
     """Show a handler's errors as one sentence: those that users can fix as they are, bugs without details.
 
-    The traceback of a bug is logged.
+    The traceback of a bug is logged. Messages are escaped: they may hold text of a link, and the page takes HTML.
     """
 
     @functools.wraps(function)
@@ -24,7 +25,7 @@ def plain_errors(function: Function) -> Function:
         except gr.Error:
             raise
         except (ValueError, OSError, ImportError, KeyError, FloatingPointError) as error:
-            raise gr.Error(str(error), duration=None, print_exception=False) from None
+            raise gr.Error(escape(str(error), quote=False), duration=None, print_exception=False) from None
         except Exception as error:
             if isinstance(error, MemoryError) or "memory" in str(error):
                 raise gr.Error("out of memory: choose a smaller image or model", print_exception=False) from None

@@ -67,9 +67,11 @@ def _maps(key: str, explanations: Sequence[Explanation], names: Sequence[str], v
             yield f'<p class="none">{escape(name)}: {escape(str(error))}</p>'
             continue
         place = explanation.capture[answer.layer].layer.label if answer.layer else ""
+        panels = ""
         for panel, title in enumerate(answer.panels):
             caption = ", ".join(filter(None, (name, place, title)))
-            yield _cell(_map(explanation, answer, panel, caption), escape(caption))
+            panels += _cell(_map(explanation, answer, panel, caption), escape(caption), answer.over_image)
+        yield f'<div class="panels">{panels}</div>' if len(answer.panels) > 1 else panels
 
 
 def _layer(explanation: Explanation, view: View) -> int | None:
@@ -77,8 +79,10 @@ def _layer(explanation: Explanation, view: View) -> int | None:
     return min(view.layer, len(explanation.capture)) - 1 if view.layer else None
 
 
-def _cell(picture: str, caption: str) -> str:
-    return f'<figure><div class="stack">{picture}</div><figcaption>{caption}</figcaption></figure>'
+def _cell(picture: str, caption: str, over_image: bool = True) -> str:
+    """A picture with a caption; a click on a map of the image chooses a token."""
+    kind = "stack" if over_image else "alone"
+    return f'<figure><div class="{kind}">{picture}</div><figcaption>{caption}</figcaption></figure>'
 
 
 def _map(explanation: Explanation, answer: Answer, panel: int, caption: str) -> str:
@@ -90,9 +94,7 @@ def _map(explanation: Explanation, answer: Answer, panel: int, caption: str) -> 
         alt += f": {len(np.unique(numbers))} regions"
         tints = np.array([to_rgb(colour) for colour in PALETTE[:7]])
         heat, kind = _png(tints[(numbers * 5) % 7]), "tint"  # neighbours differ
-        borders = "".join(
-            f"M{x[0]:g} {y[0]:g}L{x[1]:g} {y[1]:g}" for x, y in region_borders(numbers, 1.0, 1.0)
-        )
+        borders = "".join(f"M{x[0]:g} {y[0]:g}L{x[1]:g} {y[1]:g}" for x, y in region_borders(numbers, 1.0, 1.0))
         lines = _svg(numbers.shape, f'<path class="border" d="{borders}"/>')
     else:
         scaled, cmap = scale_values(answer, panel)
@@ -100,7 +102,7 @@ def _map(explanation: Explanation, answer: Answer, panel: int, caption: str) -> 
         down, right = (100 * (n + 0.5) / size for n, size in zip((row, column), scaled.shape, strict=True))
         if answer.over_image:
             alt += f"; strongest {down:.0f} % from the top and {right:.0f} % from the left"
-        heat, kind = _png(matplotlib.colormaps[cmap](scaled)[..., :3]), "heat" if answer.over_image else "alone"
+        heat, kind = _png(matplotlib.colormaps[cmap](scaled)[..., :3]), "heat" if answer.over_image else "values"
     photo = f'<img class="photo {kind}-below" src="{_photo(explanation)}" alt="">' if answer.over_image else ""
     mark = _mark(answer.token, answer.grid) if answer.token is not None and answer.grid is not None else ""
     return f'{photo}<img class="{kind}" src="{heat}" alt="{escape(alt)}" draggable="false">{lines}{mark}'
@@ -138,34 +140,32 @@ def _predictions(explanation: Explanation) -> str:
 
 
 def _chart(key: str, explanations: Sequence[Explanation], names: Sequence[str]) -> Iterator[str]:
-    """Curves by layer, a line for each model."""
-    curves = {n: e.ask(key).values[0] for n, e in zip(names, explanations, strict=True) if key in e.questions()}
+    """Curves by layer: a line for each model, and thin ones for its heads."""
+    curves = {n: e.ask(key).values for n, e in zip(names, explanations, strict=True) if key in e.questions()}
     if not curves:
         yield '<p class="none">none of these models can be asked</p>'
         return
     unit = next(e.ask(key).unit for e in explanations if key in e.questions())
-    values = np.concatenate(list(curves.values()))
+    values = np.concatenate([lines.ravel() for lines in curves.values()])
     low, high = min(0.0, float(np.nanmin(values))), float(np.nanmax(values)) or 1.0
-    blocks = max(map(len, curves.values()))
-    right, bottom = WIDTH - 8, HEIGHT - 22
+    blocks = max(lines.shape[1] for lines in curves.values())
+    right, top, bottom = WIDTH - 8, 8, HEIGHT - 22
     across = (right - MARGIN) / max(blocks - 1, 1)
     shapes = [
-        f'<line x1="{MARGIN}" x2="{right}" y1="{y:g}" y2="{y:g}"/><text x="{MARGIN - 4}" y="{y + 3:g}" class="end">'
-        f"{value:.3g}</text>"
-        for y, value in ((8, high), ((8 + bottom) / 2, (low + high) / 2), (bottom, low))
+        f'<line x1="{MARGIN}" x2="{right}" y1="{y:g}" y2="{y:g}"/>'
+        f'<text class="end" x="{MARGIN - 4}" y="{y + 3:g}">{value:.3g}</text>'
+        for y, value in ((top, high), ((top + bottom) / 2, (low + high) / 2), (bottom, low))
     ]
     shapes += [f'<text x="{MARGIN + i * across:.1f}" y="{HEIGHT - 9}">{i + 1}</text>' for i in range(blocks)]
-    for colour, curve in zip(PALETTE, curves.values(), strict=False):
-        heights = bottom - (curve - low) / (high - low or 1) * (bottom - 8)
-        points = [(MARGIN + i * across, y) for i, y in enumerate(heights) if np.isfinite(y)]
-        shapes.append(f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}" stroke="{colour}"/>')
-        shapes += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{colour}"/>' for x, y in points]
-    keys = "".join(
-        f'<li><i style="background:{colour}"></i>{escape(name)}</li>' for name, colour in zip(curves, PALETTE, strict=False)
-    )
-    ends = "; ".join(f"{name} from {c[0]:.3g} to {c[-1]:.3g}" for name, c in curves.items())
+    for colour, lines in zip(PALETTE, curves.values(), strict=False):
+        heights = bottom - (lines - low) / (high - low or 1) * (bottom - top)
+        for number, line in enumerate(heights):
+            points = " ".join(f"{MARGIN + i * across:.1f},{y:.1f}" for i, y in enumerate(line) if np.isfinite(y))
+            shapes.append(f'<polyline class="{"head" if number else "mean"}" points="{points}" stroke="{colour}"/>')
+    colours = zip(curves, PALETTE, strict=False)
+    legend = "".join(f'<li><i style="background:{colour}"></i>{escape(name)}</li>' for name, colour in colours)
+    ends = "; ".join(f"{name} from {c[0, 0]:.3g} to {c[0, -1]:.3g}" for name, c in curves.items())
     alt = escape(f"{QUESTIONS[key].title} by block: {ends}")
-    yield (
-        f'<figure class="chart"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{alt}">{"".join(shapes)}</svg>'
-        f"<figcaption>by block{f', in {unit}' if unit else ''}<ul>{keys}</ul></figcaption></figure>"
-    )
+    chart = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{alt}">{"".join(shapes)}</svg>'
+    caption = f"by block{f', in {unit}' if unit else ''}"
+    yield f'<figure class="chart">{chart}<figcaption>{caption}<ul>{legend}</ul></figcaption></figure>'
