@@ -26,7 +26,7 @@ def capture_graph(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]
             gc.enable()
 
 
-def compile_blocks(model: nn.Module, graphs: bool, dynamic: bool | None = False) -> None:
+def compile_blocks(model: nn.Module, graphs: bool, dynamic: bool | None = False, step: nn.Module | None = None) -> None:
     """Compile every block of a model in place, or the whole model if it has no blocks; parameter names stay.
 
     Args:
@@ -35,6 +35,8 @@ def compile_blocks(model: nn.Module, graphs: bool, dynamic: bool | None = False)
             same memory each time, and not for DDP, which keeps gradients in its own buckets.
         dynamic: False if all images have one shape; None if they have several: the second shape triggers a compilation
             with dynamic shapes that serves all others.
+        step: the module whose forward pass begins a training step, if that runs the model several times. CUDA graphs
+            keep the outputs of one step apart and overwrite those of the last one.
     """
     for layer in model.modules():
         if type(layer) is DropPath:
@@ -42,9 +44,17 @@ def compile_blocks(model: nn.Module, graphs: bool, dynamic: bool | None = False)
     # Dynamo's default limit is 8 graphs per function; a pyramid in training and evaluation mode needs more
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_BLOCK_KINDS)
     if graphs:  # otherwise CUDA graphs treat each block as a new step and overwrite earlier outputs
-        model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
+        model.register_forward_pre_hook(
+            lambda module, _: None if step is not None and module.training else _begin_step()
+        )
+        if step is not None:
+            step.register_forward_pre_hook(lambda *_: _begin_step())
     for block in list(chain.from_iterable(repeated_blocks(model))) or [model]:
         block.compile(dynamic=dynamic, mode="reduce-overhead" if graphs else None)
+
+
+def _begin_step() -> None:
+    torch.compiler.cudagraph_mark_step_begin()
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:

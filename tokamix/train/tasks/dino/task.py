@@ -115,9 +115,9 @@ class Dino(Classify):
             self.autocast = accelerator.autocast
 
     def compile(self, model: Any, graphs: bool) -> None:
-        """Compile the blocks of both backbones, without CUDA graphs: the student runs twice in each step."""
+        """Compile the blocks of both backbones; the student runs once for each size of crops in a step."""
         for branch in (model.student, model.teacher):
-            compile_blocks(branch.backbone, graphs=False)
+            compile_blocks(branch.backbone, graphs, step=model)
 
     def loss(self, model: nn.Module, images: Any, labels: Tensor, position: Position) -> tuple[Tensor, Logs]:
         """Compute the loss of a batch of crops, and the scalars to log."""
