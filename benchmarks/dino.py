@@ -14,6 +14,7 @@ images held out of the training set, to choose settings. Several commands with d
 import argparse
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -32,6 +33,9 @@ from tokamix.study.run import current_commit
 from tokamix.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
+GUIDE = ROOT / "docs" / "guides" / "self-supervised.md"
+NAMES = {"softmax": "softmax attention", "xca": "XCA", "sima": "SimA"}
+COLORS = ("#0072B2", "#009E73", "#D55E00")
 RESULTS = ROOT / "results" / "dino_imagenette.csv"
 COLUMNS = ["features", "mixer", "seed", "epochs", *(f"knn{k}" for k in NEIGHBOURS), "linear", "effective_rank"]
 COLUMNS += ["seconds", "wall_seconds", "images_per_second", "processes", "parameters", "holdout", "settings", "commit"]
@@ -121,27 +125,31 @@ def run(args: argparse.Namespace) -> None:
 
 
 def plot(args: argparse.Namespace) -> None:
-    """Draw 20-NN accuracy over the epochs, with raw pixels and random weights as lines."""
+    """Draw 20-NN accuracy over the epochs, and write the table of the guide."""
     from matplotlib.figure import Figure
 
-    rows = read_rows(Path(args.rows))
+    rows = [row for row in read_rows(Path(args.rows)) if row["holdout"] == "0"]
+    trained = sorted((row for row in rows if row["features"] == "DINO"), key=lambda row: -float(row["knn20"]))
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
-    for row in rows:
-        if row["features"] == "DINO":
-            curve = json.loads(row["curve"])
-            label = f"{row['mixer']}: 20-NN {float(row['knn20']):.1f}, linear {float(row['linear']):.1f} %"
-            axes.plot([point[0] for point in curve], [point[2] for point in curve], marker=".", label=label)
+    for row, color in zip(trained, COLORS, strict=False):
+        curve = json.loads(row["curve"])
+        axes.plot([p[0] for p in curve], [p[2] for p in curve], marker=".", color=color, label=NAMES[row["mixer"]])
     for kind, style in (("raw pixels", ":"), ("random weights", "--")):
         values = [float(row["knn20"]) for row in rows if row["features"] == kind]
         if values:
-            axes.axhline(max(values), color="grey", linestyle=style, linewidth=1, label=f"{kind}: {max(values):.1f} %")
-    axes.set(xlabel="epoch", ylabel="20-NN accuracy (%)")
+            axes.axhline(max(values), color="grey", linestyle=style, linewidth=1, label=kind)
+    axes.set(xlabel="epoch", ylabel="20-NN accuracy (%)", xlim=(0, None), ylim=(0, 100))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="lower right", ncols=2)
     figure.savefig(args.output, dpi=140)
-    print(f"written: {args.output}")
+    lines = ["| features | epochs | 20-NN | linear |", "|---|---:|---:|---:|"]
+    for row in sorted(rows, key=lambda row: -float(row["knn20"])):
+        name = f"{NAMES[row['mixer']]}, {row['features']}" if row["mixer"] else row["features"]
+        lines.append(f"| {name} | {row['epochs']} | {float(row['knn20']):.1f} | {float(row['linear']):.1f} |")
+    text = "\n".join(["<!-- dino -->", "", *lines, "", "<!-- end -->"])
+    GUIDE.write_text(re.sub("<!-- dino -->.*?<!-- end -->", lambda _: text, GUIDE.read_text(), flags=re.DOTALL))
 
 
 def main() -> None:

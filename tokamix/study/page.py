@@ -3,7 +3,18 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokamix.study.plan import MISSING, RUNNING, Verdict, final_rows, train_speed, tuned_factor, verdicts
+from tokamix.study.plan import (
+    FAILS,
+    HOLDS,
+    MISSING,
+    OPEN,
+    RUNNING,
+    Verdict,
+    final_rows,
+    train_speed,
+    tuned_factor,
+    verdicts,
+)
 from tokamix.study.rows import Row, gpu_minutes, read_all_rows, read_rows, score_of
 from tokamix.study.schema import Study, list_studies, load_study
 from tokamix.study.statistics import contrast
@@ -47,6 +58,8 @@ def render_page(results: str | Path = "results/studies", studies: Sequence[str |
             waiting.append(
                 f"- `{study.name}`: {study.title} ({len(study.arms)} arms{claims}; estimated {cost} GPU minutes)"
             )
+    if features := read_rows(Path(results).parent / "dino_imagenette.csv"):
+        parts.append(render_dino(features))
     if waiting:
         parts.append("## Not run yet\n\n" + "\n".join(waiting) + "\n")
     return "\n".join(parts)
@@ -68,6 +81,36 @@ def render_study(study: Study, rows: Sequence[Row], speeds: Sequence[Row], own: 
     if measured:
         lines += _table(("arm", study.metric, "n", "epochs", "lr factor", "parameters", "images/s, alone"), measured)
     return "\n".join(lines)
+
+
+def render_dino(rows: Sequence[Row]) -> str:
+    """The section of benchmarks/dino.py. There is one run of each mixer, so differences between them stay open."""
+    found = {(row["features"], row["mixer"]): row for row in rows if row["holdout"] == "0"}
+    trained, source = found["DINO", "sima"], "SimA, Table 4 (XCiT-S12/16, ImageNet)"
+
+    def differences(features: str, mixer: str) -> dict[str, float]:
+        other = found[features, mixer]
+        return {
+            name: float(trained[key]) - float(other[key]) for key, name in (("knn20", "20-NN"), ("linear", "linear"))
+        }
+
+    def in_words(values: dict[str, float], other: str) -> str:
+        return ", ".join(f"{value:+.1f} {name}" for name, value in values.items()) + f" against {other}"
+
+    gain, parity = differences("random weights", "sima"), differences("DINO", "softmax")
+    verdict = HOLDS if min(gain.values()) > 0 else FAILS
+    cells = [
+        ["DINO trains SimA's features", source, "71.2 20-NN, 75.5 linear", in_words(gain, "random weights")],
+        ["they are as good as XCA's", source, "-0.4 20-NN, -0.3 linear", in_words(parity, "softmax attention")],
+    ]
+    cells[0] += ["1", "holds if both are above 0", f"**{verdict}**"]
+    cells[1] += ["1", "needs several runs of each", f"**{OPEN}**"]
+    lines = ["## Self-supervision: DINO with SimA", ""]
+    lines += [
+        "`python benchmarks/dino.py run`. Imagenette at 96 px without its labels, a pyramid of 3.1 M parameters.",
+        "",
+    ]
+    return "\n".join(lines + _table(("claim", "source", "printed", "ours", "n", "rule", "verdict"), cells))
 
 
 def _claim_cells(study: Study, verdict: Verdict) -> list[str]:

@@ -186,6 +186,13 @@ def test_errors_of_packs(tmp_path: Path) -> None:
     write_pack(path, good, [0, 1, 0])
     with pytest.raises(DataError, match=r"a\.npz is inconsistent: 3 labels, 5 offsets"):
         create_dataset(str(path))
+    fields = dict(np.load(write_pack(path, good, [0, 1, 0, 1])))
+    np.savez(path, **(fields | {"offsets": fields["offsets"].astype(float)}))
+    with pytest.raises(DataError, match=r"a\.npz has offsets or labels that are not whole numbers"):
+        create_dataset(str(path))
+    np.savez(path, **(fields | {"offsets": fields["offsets"][[0, 2, 1, 3, 4]].astype(np.uint64)}))
+    with pytest.raises(DataError, match=r"a\.npz is inconsistent"):
+        create_dataset(str(path))
     np.savez(path, images=np.zeros(3))
     with pytest.raises(DataError, match=r"a\.npz is not a pack of images"):
         create_dataset(str(path))

@@ -229,3 +229,11 @@ def test_module_of_ones_own(tmp_path: Path) -> None:
     model = timm.create_model("test_vit", num_classes=4, img_size=32, dynamic_img_size=True)
     result = run(tmp_path, network=model, image_size=32, local_size=16, epochs=1, warmup_epochs=0)
     assert result.load().num_classes == 0
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_train_alike(tmp_path: Path) -> None:
+    """The student runs twice in a step and the teacher once: their graphs must not overwrite each other's outputs."""
+    plain, graphs = (run(tmp_path / str(flag), compile=flag, device="cuda", epochs=4) for flag in (False, True))
+    losses = [[epoch["train_loss"] for epoch in result.epochs] for result in (plain, graphs)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)

@@ -113,6 +113,9 @@ def _read_pack(path: Path) -> PackDataset:
         ) from None
     except Exception as error:  # zip, NumPy and the decompressor each have their own
         raise DataError(f"{path} is corrupt, truncated or not an .npz file: {error}") from None
+    if offsets.dtype.kind not in "iu" or labels.dtype.kind not in "iu":
+        raise DataError(f"{path} has offsets or labels that are not whole numbers")
+    offsets = offsets.astype(np.int64)  # the differences of unsigned numbers are never negative
     if len(offsets) != len(labels) + 1 or offsets[-1] > len(blob) or (np.diff(offsets) < 0).any():
         raise DataError(f"{path} is inconsistent: {len(labels)} labels, {len(offsets)} offsets, {len(blob)} bytes")
     contents = [blob[a:b] for a, b in itertools.pairwise(offsets)]
