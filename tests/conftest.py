@@ -84,6 +84,22 @@ def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def no_drawings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the curves and reports of training runs."""
+    from tokamix.train.output import run_folder
+    from tokamix.train.tasks import classify
+
+    def draw_curves(rows: list, path: Path, names: dict) -> None:
+        path.write_bytes(b"drawn")
+
+    def write_report(folder: Path, *args: object) -> None:
+        (folder / "mistakes.png").write_bytes(b"drawn")
+
+    monkeypatch.setattr(run_folder, "draw_curves", draw_curves)
+    monkeypatch.setattr(classify, "write_report", write_report)
+
+
+@pytest.fixture
 def random_weights() -> Callable[[Mapping[str, Sequence[int]]], dict[str, torch.Tensor]]:
     """A function that draws float64 weights for names and shapes, scaled so that each affects the output."""
 

@@ -2,7 +2,9 @@
 
 import multiprocessing
 import os
+import runpy
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkServerProcess
@@ -62,3 +64,10 @@ def finish(log: Path, function: Callable[..., Any], *args: Any, seconds: float =
         process.join(seconds)
         code = process.exitcode
     return code, log.read_text()
+
+
+def run_script(path: Path, folder: Path, *arguments: str) -> None:
+    """Run a Python file in a folder, as `python FILE ARGUMENTS` does there."""
+    os.chdir(folder)
+    sys.argv = [str(path), *arguments]
+    runpy.run_path(str(path), run_name="__main__")

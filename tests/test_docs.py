@@ -3,6 +3,7 @@
 import importlib
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import typer.main
 import yaml
 from PIL import Image
 
+from tests.processes import finish, run_script
 from tests.train.tiny_dense import run, tiny_scenes
 from tokamix.cli import app
 from tokamix.recipes import list_recipes
@@ -95,24 +97,22 @@ def test_most_blocks_are_run() -> None:
     assert sum(bool(block.not_run) for block in every) <= 2
 
 
-def test_add_a_mixer() -> None:
+@pytest.mark.xdist_group("processes")
+def test_add_a_mixer(tmp_path: Path) -> None:
     """The page's code prints what the page shows, and the tests of every mixer pick the new one up."""
     page = "docs/guides/add-a-mixer.md"
     mixer, use = (block.text for block in blocks(page, "python"))
     (printed,) = (block.text for block in blocks(page, "text"))
     assert len(mixer.splitlines()) <= 30
-    check = "import pytest; sys.exit(pytest.main(['tests/mixers/test_registry.py', '-q', '-k', 'strips']))"
     # in its own process: a registered mixer stays registered
-    result = subprocess.run(
-        [sys.executable, "-c", f"{mixer}\n{use}\nimport sys; sys.stdout.flush(); {check}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
+    (tmp_path / "page.py").write_text(
+        f"{mixer}\n{use}\nimport pytest, sys\nsys.stdout.flush()\n"
+        "sys.exit(pytest.main(['tests/mixers/test_registry.py', '-q', '-k', 'strips']))\n"
     )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.startswith(printed)
-    assert re.search(r"\d+ passed", result.stdout) or "[100%]" in result.stdout
+    code, output = finish(tmp_path / "log", run_script, tmp_path / "page.py", ROOT)
+    assert code == 0, output
+    assert output.startswith(printed)
+    assert re.search(r"\d+ passed", output) or "[100%]" in output
 
 
 def commands(page: str) -> Iterator[list[str]]:
@@ -167,15 +167,9 @@ def check_tokamix(words: list[str]) -> None:
 
 @pytest.mark.parametrize("page", ["models", "weights"])
 def test_generated_tables_are_current(page: str) -> None:
-    result = subprocess.run(
-        [sys.executable, f"docs/_scripts/{page}.py", "--check"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    script = runpy.run_path(str(ROOT / "docs" / "_scripts" / f"{page}.py"))
+    current = script["PAGE"].read_text()
+    assert script["fill"](current) == current, f"docs/{page}.md is out of date: python docs/_scripts/{page}.py"
 
 
 def test_benchmark_page_is_generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ def test_weights_have_the_permissions_of_their_folder(tmp_path: Path) -> None:
     assert (tmp_path / "w.safetensors").stat().st_mode & 0o777 == 0o644
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_a_failing_disk_keeps_the_last_good_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever write fails (weights, training state or the rename), the run resumes to the same bits."""
     whole = run(tmp_path / "whole", save_every=2)
@@ -52,10 +53,10 @@ def test_a_failing_disk_keeps_the_last_good_state(tmp_path: Path, monkeypatch: p
                 raise OSError(number, os.strerror(number))
             real(path)
 
-        monkeypatch.setattr(files, "_fsync", fsync)
-        with pytest.raises(WriteError, match=os.strerror(number)):
-            run(folder, save_every=2)
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "_fsync", fsync)
+            with pytest.raises(WriteError, match=os.strerror(number)):
+                run(folder, save_every=2)
         assert not list(folder.rglob("*.part"))
         load_file(folder / "state" / "state.safetensors")  # readable
         assert run(folder, save_every=2).best == whole.best
@@ -81,6 +82,7 @@ def error_in_child(function: Callable[[], object]) -> str:
         return pipe.read().decode()
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_a_full_disk(tmp_path: Path) -> None:
     """A real failed write: a limit on the file size acts as a full disk."""
     folder = tmp_path / "a"

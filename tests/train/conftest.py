@@ -14,22 +14,11 @@ from tests.processes import ROOT
 from tests.train import tiny, tiny_dense
 from tests.train.launch import CONVERSION, DENSE_RUNS, DINO_RUN, DISTRIBUTED
 from tokamix.train import RunResult
-from tokamix.train.output import run_folder
-from tokamix.train.tasks import classify
 
 
 @pytest.fixture(autouse=True)
-def no_drawings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace curves and reports, which take longer than a tiny run; `finished` in test_run.py has the real ones."""
-
-    def draw_curves(rows: list, path: Path, names: dict) -> None:
-        path.write_bytes(b"drawn")
-
-    def write_report(folder: Path, *args: Any) -> None:
-        (folder / "mistakes.png").write_bytes(b"drawn")
-
-    monkeypatch.setattr(run_folder, "draw_curves", draw_curves)
-    monkeypatch.setattr(classify, "write_report", write_report)
+def short_runs(no_drawings: None) -> None:
+    """Drawing takes longer than a tiny run; `finished` in test_run.py has the real curves and reports."""
 
 
 @pytest.fixture(scope="session")
