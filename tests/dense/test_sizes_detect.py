@@ -18,6 +18,8 @@ from torch.utils.flop_counter import flop_registry
 from tokamix.dense import CascadeMaskRCNN, DenseBackbone, Detector, RetinaNet, create_backbone, create_detector
 from tokamix.ops.dispatch import use_backend
 
+pytestmark = pytest.mark.xdist_group("sizes")
+
 WEIGHTED = (torch.ops.aten.convolution, torch.ops.aten.mm, torch.ops.aten.addmm)
 SIZES = ("xtiny", "tiny", "small", "base", "large")
 # tables 4, 5 and 6 of Active Token Mixer: M parameters, G FLOPs

@@ -13,6 +13,8 @@ from tests.dense.test_sizes_detect import PRINTED, SIZES, meta_backbone, meta_de
 from tokamix import count_macs
 from tokamix.dense import FPN, AtmFPN, create_segmenter
 
+pytestmark = pytest.mark.xdist_group("sizes")
+
 # Semantic FPN: parameters derived from MMSegmentation's layers (19.1, 30.9 ... in the table), GMACs at 512x512
 SEMANTIC_FPN = {
     "atmnet_xtiny": (19_103_798, 33.1),

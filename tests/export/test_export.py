@@ -20,6 +20,8 @@ from tokamix.inference import InferenceConfig, load_model
 from tokamix.predict import load_predictor
 from tokamix.runtimes import load_exported
 
+pytestmark = pytest.mark.xdist_group("export")
+
 
 class Small(nn.Module):
     """A classifier that is exported in a second."""

@@ -71,10 +71,16 @@ def family(name: str) -> str:
     return model_entrypoint(name).__module__.rpartition(".")[2]
 
 
+@functools.lru_cache(maxsize=2)
+def create_full(name: str) -> nn.Module:
+    """The model at full size without values; tests must not change it."""
+    return timm.create_model(name, device="meta")
+
+
 @functools.cache
 def shrink(name: str) -> dict[str, object]:
     """Keyword arguments that keep a model's structure, with few blocks and a quarter of its channels."""
-    full = timm.create_model(name, device="meta")
+    full = create_full(name)
     parameters = inspect.signature(type(full)).parameters
     channels = [info["num_chs"] // (2 if name.startswith("pyramid") else 4) for info in full.feature_info]
     if "depths" in parameters:
@@ -126,7 +132,7 @@ def test_number_of_names() -> None:
 def test_other_sizes(name: str) -> None:
     """At full size the parameters are right; with few narrow blocks the model runs."""
     check_cfg(name)
-    model = timm.create_model(name, device="meta", num_classes=CLASSES)
+    model = create_full(name)
     groups = group_parameters(model, model.group_matcher(coarse=True))
     assert {n for group in groups.values() for n in group} == {n for n, _ in model.named_parameters()}
     assert create(name).eval()(images(*ODD_SIZE)).isfinite().all()

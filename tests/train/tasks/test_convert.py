@@ -21,6 +21,8 @@ from tokamix.inference import load_model
 from tokamix.train.tasks.convert import FineTune
 from tokamix.train.tasks.task import Position
 
+pytestmark = pytest.mark.xdist_group("processes")
+
 
 @pytest.fixture(scope="module")
 def converted(classifier_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Conversion:
@@ -64,7 +66,6 @@ def test_a_stopped_conversion_resumes(
     assert_same_bits(tmp_path, converted.folder)
 
 
-@pytest.mark.xdist_group("processes")
 def test_two_processes_are_like_one(converted: Conversion, two_processes: tuple[Path, str]) -> None:
     """In attention transfer, the variance that the errors are divided by is that of the whole batch."""
     folder = two_processes[0] / "conversion"

@@ -25,6 +25,8 @@ from tokamix.train.tasks.dino.network import DinoHead, DinoNetwork
 from tokamix.train.tasks.dino.task import CollapseError, Dino, describe_collapse, entropies
 from tokamix.train.tasks.task import Position
 
+pytestmark = pytest.mark.xdist_group("processes")
+
 
 def formula(student: Tensor, teacher: Tensor, center: Tensor) -> Tensor:
     """The paper's algorithm 1, term by term: teacher (2, B, K) and student (crops, B, K) logits."""
@@ -146,7 +148,6 @@ def test_resuming_is_exact(tmp_path: Path, dino_run: Path, monkeypatch: pytest.M
     assert_same_bits(whole, tmp_path / "resumed")
 
 
-@pytest.mark.xdist_group("processes")
 def test_two_processes_are_like_one(dino_run: Path, two_processes: tuple[Path, str]) -> None:
     folder = two_processes[0] / "dino"
     rows = [

@@ -14,6 +14,8 @@ from tokamix.train.setup.teacher import Teacher, load_teacher
 from tokamix.train.tasks.distill import Distill
 from tokamix.train.tasks.task import Position
 
+pytestmark = pytest.mark.xdist_group("distill")
+
 CPU = torch.device("cpu")
 STUDENT = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
