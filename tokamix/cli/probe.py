@@ -35,7 +35,7 @@ def probe(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="key=value replaces a value of that recipe; repeatable")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="folder of the fine-tuning's run")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="folder of the fine-tuning's run")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: a GPU if there is one")] = None,
     workers: Annotated[int, typer.Option(min=0, help="processes that decode images")] = min(8, os.cpu_count() or 1),
 ) -> None:

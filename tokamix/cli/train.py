@@ -36,7 +36,8 @@ def train(
         list[str] | None, typer.Option("--set", help="key=value replaces a value of the recipe; repeatable.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="The run's folder. Default: the next of runs/train, runs/train-2, ...")
+        Path | None,
+        typer.Option("--output", "-o", help="The run's folder. Default: the next of runs/train, runs/train-2, ..."),
     ] = None,
     resume: Annotated[Path | None, typer.Option(help="The folder of an unfinished run to resume.")] = None,
     no_resume: Annotated[bool, typer.Option("--no-resume", help="Start over instead of resuming a run.")] = False,
