@@ -142,6 +142,8 @@ def test_handlers(handlers: dict[str, Callable[..., Any]], tmp_path: Path) -> No
     assert moved != html
     request = SimpleNamespace(query_params=dict(parse_qsl(VIEW.query)))
     assert handlers["open_link"](request)[8] == html
+    with pytest.warns(UserWarning, match="a&lt;b"):
+        assert handlers["open_link"](SimpleNamespace(query_params={"photo": "a<b"}))[:2] == ("temple", "temple")
     photo = tmp_path / "photo.png"
     sample_photo("flower").save(photo)
     key, sample, upload, drawn, *_ = handlers["take_photo"](str(photo), *values(VIEW))

@@ -10,6 +10,7 @@ from tokamix.studio._gradio import gr
 from tokamix.studio.compare import add_compare_tab
 from tokamix.studio.dense import add_dense_tab
 from tokamix.studio.look import add_look_tab
+from tokamix.studio.routes import only_needed_routes
 from tokamix.studio.settings import StudioSettings
 from tokamix.studio.train import add_train_tab
 
@@ -42,6 +43,7 @@ def start_studio(settings: StudioSettings) -> gr.Blocks:
         quiet=True,
         show_error=True,  # ours are sentences: see errors.py
         allowed_paths=[],
+        app_kwargs={"middleware": [only_needed_routes(settings.host)]},
         max_file_size=settings.max_upload_bytes,
         footer_links=["settings"],
         ssr_mode=False,

@@ -32,7 +32,7 @@ def check_source(name: str, settings: StudioSettings) -> str:
     try:
         return str(settings.resolve(name))
     except ValueError as error:
-        raise ValueError(f"{error}, and tokamix and timm have no model of that name") from None
+        raise ValueError(f"tokamix and timm have no model of that name, and {error}") from None
 
 
 class Explainers:

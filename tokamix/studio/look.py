@@ -3,6 +3,7 @@
 import base64
 import io
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +123,15 @@ def add_look_tab(settings: StudioSettings) -> Look:
 
     @plain_errors
     def open_link(request: gr.Request) -> tuple[Any, ...]:
-        view = View.from_query(dict(request.query_params))
+        try:
+            view = View.from_query(dict(request.query_params))
+            pictures = show(view)
+        except (ValueError, OSError) as error:  # the page opens all the same
+            gr.Warning(f"The link cannot be opened: {escape(str(error), quote=False)}", duration=None)
+            view = start
+            pictures = show(view)
         chosen = view.photo, view.photo, list(view.models), list(view.pictures), view.layer, view.head, view.y, view.x
-        return *chosen, *show(view)
+        return *chosen, *pictures
 
     @plain_errors
     def save_png(*values: Any) -> str:
@@ -133,6 +140,7 @@ def add_look_tab(settings: StudioSettings) -> Look:
     state = [photo, models, pictures, layer, head, y, x]
     drawn = [board, layer, head, link, query]
     options: dict[str, Any] = {"concurrency_id": "look", "concurrency_limit": 1, "api_visibility": "private"}
+    options["show_progress_on"] = board
     quick = options | {"show_progress": "hidden", "trigger_mode": "always_last"}
     shown = [
         gr.context.Context.root_block.load(open_link, None, [photo, sample, *state[1:], *drawn], **options),

@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from tokamix.data.decode import DataError, decode_image, first_line
+from tokamix.data.decode import decode_image
 from tokamix.studio._gradio import gr
 from tokamix.studio.settings import MEGABYTE, StudioSettings
 
@@ -60,8 +60,8 @@ def read_photo(path: str | Path, settings: StudioSettings) -> Image.Image:
             width, height = header.size
     except Image.DecompressionBombError:
         raise ValueError(f"the image has too many pixels: at most {settings.max_pixels:,} are taken") from None
-    except Exception as error:  # decoders raise nearly anything on corrupt input
-        raise DataError(f"the file is not an image, or corrupt: {first_line(error).replace(str(path), 'it')}") from None
+    except Exception:  # decoders raise nearly anything on corrupt input
+        raise ValueError("the file is not an image, or corrupt: upload a JPEG, PNG, WebP, GIF, BMP or TIFF") from None
     if width * height > settings.max_pixels:
         raise ValueError(
             f"the image has {width}x{height} pixels; this studio takes at most {settings.max_pixels:,}: shrink it"
