@@ -12,7 +12,7 @@ demo: $(READY)
 	$(BIN)/tokamix demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=15
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 $(wildcard tests/ops/*_kernels.py)  # kernels, on the CPU
 
 test-export: $(READY)  # every family and task to every runtime; minutes, not part of `make test`
