@@ -116,14 +116,14 @@ def load_exported(path: str | Path, device: str = "cpu", threads: int | None = N
 
     Args:
         path: a .onnx, .xml (OpenVINO), .pt2 (torch.export or AOTInductor) or .pte (ExecuTorch) file.
-        device: "cpu" or "cuda"; OpenVINO and ExecuTorch run on the CPU.
-        threads: CPU threads; default: the runtime's.
+        device: "cpu" or "cuda"; OpenVINO and ExecuTorch run on the CPU, AOTInductor on the device it was compiled for.
+        threads: CPU threads; default: PyTorch's.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no exported model {path}")
     opener = {".onnx": _open_onnx, ".xml": _open_openvino, ".pt2": _open_pt2, ".pte": _open_executorch}[path.suffix]
-    run, text = opener(path, device, threads)
+    run, text = opener(path, device, threads or torch.get_num_threads())
     try:
         metadata = json.loads(text) if text else {}
     except json.JSONDecodeError:
@@ -135,16 +135,16 @@ def load_exported(path: str | Path, device: str = "cpu", threads: int | None = N
     return ExportedModel(run, metadata, path)
 
 
-def _open_onnx(path: Path, device: str, threads: int | None) -> tuple[Run, str]:
+def _open_onnx(path: Path, device: str, threads: int) -> tuple[Run, str]:
     onnxruntime = require("onnxruntime", f"{path}")
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    if threads is not None:
-        options.intra_op_num_threads = threads
+    options.intra_op_num_threads = threads
     providers = ["CUDAExecutionProvider"] * (device == "cuda") + ["CPUExecutionProvider"]
-    available = [name for name in providers if name in onnxruntime.get_available_providers()]
+    if providers[0] not in onnxruntime.get_available_providers():
+        raise ValueError("this onnxruntime runs on the CPU only; pip install onnxruntime-gpu, or use the device cpu")
     with _damaged(path):
-        session = onnxruntime.InferenceSession(str(path), options, available)
+        session = onnxruntime.InferenceSession(str(path), options, providers)
     name = session.get_inputs()[0].name
 
     def run(images: Tensor) -> Sequence[Any]:
@@ -153,7 +153,7 @@ def _open_onnx(path: Path, device: str, threads: int | None) -> tuple[Run, str]:
     return run, session.get_modelmeta().custom_metadata_map.get(METADATA_KEY, "")
 
 
-def _open_openvino(path: Path, device: str, threads: int | None) -> tuple[Run, str]:
+def _open_openvino(path: Path, device: str, threads: int) -> tuple[Run, str]:
     openvino = require("openvino", f"{path}")
     core = openvino.Core()
     if not path.with_suffix(".bin").is_file():
@@ -163,8 +163,7 @@ def _open_openvino(path: Path, device: str, threads: int | None) -> tuple[Run, s
     text = str(model.get_rt_info([METADATA_KEY]).astype(str)) if model.has_rt_info([METADATA_KEY]) else ""
     half = text and json.loads(text)["precision"] == "bf16"
     options: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "bf16" if half else "f32"}
-    if threads is not None:
-        options["INFERENCE_NUM_THREADS"] = threads
+    options["INFERENCE_NUM_THREADS"] = threads
     request = core.compile_model(model, "CPU", options).create_infer_request()
 
     def run(images: Tensor) -> Sequence[Any]:
@@ -174,13 +173,14 @@ def _open_openvino(path: Path, device: str, threads: int | None) -> tuple[Run, s
     return run, text
 
 
-def _open_pt2(path: Path, device: str, threads: int | None) -> tuple[Run, str]:
+def _open_pt2(path: Path, device: str, threads: int) -> tuple[Run, str]:
     with _damaged(path), zipfile.ZipFile(path) as archive:
         compiled = any("aotinductor" in name for name in archive.namelist())
     if compiled:
         with _damaged(path):
             package = torch._inductor.aoti_load_package(str(path))
         text = package.get_metadata().get(METADATA_KEY, "")
+        device = json.loads(text).get("device", "cpu") if text else "cpu"
         call: Any = package
     else:
         extra = {METADATA_KEY: ""}
@@ -197,11 +197,10 @@ def _open_pt2(path: Path, device: str, threads: int | None) -> tuple[Run, str]:
     return run, text
 
 
-def _open_executorch(path: Path, device: str, threads: int | None) -> tuple[Run, str]:
+def _open_executorch(path: Path, device: str, threads: int) -> tuple[Run, str]:
     runtime = require("executorch.runtime", f"{path}")
     with _damaged(path):
-        program = runtime.Runtime.get().load_program(path)
-    method = program.load_method("forward")
+        method = runtime.Runtime.get().load_program(path).load_method("forward")
     sidecar = path.with_suffix(".json")  # a .pte file has no place for text
     text = sidecar.read_text() if sidecar.is_file() else ""
     return (lambda images: method.execute([images.cpu().contiguous()])), text

@@ -104,6 +104,25 @@ def test_other_targets(to: str, tmp_path: Path) -> None:
     torch.testing.assert_close(file(images), model(images).detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("to", "precision", "low", "high"),
+    [
+        ("onnx", "fp16", 1e-5, 1e-2),
+        ("openvino", "bf16", 1e-5, 5e-2),
+        ("torch-export", "fp16", 1e-5, 1e-2),
+        ("torch-export", "bf16", 1e-4, 5e-2),
+    ],
+)
+def test_half_precision(to: str, precision: str, low: float, high: float, tmp_path: Path) -> None:
+    """Files are as exact as their precision, and no more; they keep the preprocessing and class names."""
+    torch.manual_seed(0)
+    report = export(
+        Small().eval(), tmp_path / f"m{write.SUFFIX[to]}", to=to, precision=precision, config=CONFIG, size=24
+    )
+    assert low <= report.checks[0].error < high
+    assert load_model(report.path)[1] == CONFIG
+
+
 def test_features(tmp_path: Path) -> None:
     model = tokamix.create_body("columnar_tiny", "sima", num_classes=3, depth=2, dim=8, num_heads=1).eval()
     report = export(model, tmp_path / "m.onnx", features=True, size=32, config=CONFIG)
@@ -163,6 +182,9 @@ def test_bad_input(classifier_run: Path, onnx_report: ExportReport, tmp_path: Pa
     assert "int8 needs images to calibrate on" in error("--precision", "int8", *target)
     assert "onnx files cannot be bf16; choose one of fp32, fp16, int8" in error("--precision", "bf16", *target)
     assert "a file for onnx ends with .onnx, got m.pt2" in error("-o", tmp_path / "m.pt2")
+    assert "--device cuda is for --to aoti" in error("--device", "cuda", *target)
+    if not torch.cuda.is_available():
+        assert "--device cuda needs a GPU" in error("--device", "cuda", "--to", "aoti", "-o", tmp_path / "m.pt2")
     assert "--runner is for ONNX files" in error("--runner", "--to", "openvino", *target)
     (tmp_path / "file").write_text("")
     assert "cannot write" in error("-o", tmp_path / "file" / "m.onnx")
@@ -173,6 +195,8 @@ def test_bad_input(classifier_run: Path, onnx_report: ExportReport, tmp_path: Pa
     (tmp_path / "bad.onnx").write_text("no graph")
     with pytest.raises(ValueError, match=r"bad\.onnx cannot be opened"):
         load_exported(tmp_path / "bad.onnx")
+    with pytest.raises(ValueError, match="this onnxruntime runs on the CPU only; pip install onnxruntime-gpu"):
+        load_exported(onnx_report.path, "cuda")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.onnx", "file"]
 
 

@@ -1,5 +1,6 @@
 """Latency of models in several runtimes, all in turn in one run: PyTorch, ONNX Runtime, OpenVINO; `tokamix bench`."""
 
+import copy
 import math
 import os
 import statistics
@@ -146,8 +147,7 @@ def _prepare(
             try:
                 call = _create_call(runtime, folded, images, device, folder / f"{name}_{runtime}_{size}_{batch}")
                 error = relative_rmse(_first(call())[:1].float().cpu(), exact)
-                precision = EXPORTED[runtime][2] if runtime in EXPORTED else "bf16" if device == "cuda" else "fp32"
-                if not error <= TOLERANCE[precision]:
+                if not error <= TOLERANCE[_precision(runtime, device)]:
                     raise RuntimeError(f"not timed, because the result is wrong: relative error {error:.1e}")
             except Exception as problem:  # the others must still be measured
                 log(f"{label}: FAILED, {type(problem).__name__}: {str(problem).splitlines()[0][:200]}")
@@ -163,7 +163,7 @@ def _create_call(runtime: str, model: nn.Module, images: Tensor, device: str, pa
     if runtime in EXPORTED:
         from tokamix.export.write import SUFFIX
 
-        _, target, precision = EXPORTED[runtime]
+        target, precision = EXPORTED[runtime][1], _precision(runtime, device)
         size = (images.shape[-2], images.shape[-1])
         config = InferenceConfig.from_model(model)
         options: dict[str, Any] = (
@@ -177,16 +177,16 @@ def _create_call(runtime: str, model: nn.Module, images: Tensor, device: str, pa
             batch=len(images),
             precision=precision,  # type: ignore[arg-type]
             config=config.replace(crop_pct=1.0),
+            device=device if target == "aoti" else "cpu",  # type: ignore[arg-type]
             **options | ({"max_drop": 101, "keep_layers": 0} if options else {}),
         )
-        exported = load_exported(report.path, device, threads=torch.get_num_threads())
-        return lambda: exported.run(images)
-    model, images = model.to(device), images.to(device)
-    if device == "cuda":
-        model, images = model.to(torch.bfloat16), images.to(torch.bfloat16)
-    network: Any = model
-    if runtime != "eager":
-        network = torch.compile(model, mode="reduce-overhead" if runtime == "graphs" else None)
+        network: Any = load_exported(report.path, device).run
+        images = images.to(device if target == "aoti" else "cpu")
+    else:
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        network, images = copy.deepcopy(model).to(device, dtype), images.to(device, dtype)
+        if runtime != "eager":
+            network = torch.compile(network, mode="reduce-overhead" if runtime == "graphs" else None)
 
     def run() -> Any:
         with torch.inference_mode():
@@ -196,6 +196,13 @@ def _create_call(runtime: str, model: nn.Module, images: Tensor, device: str, pa
         return out
 
     return run
+
+
+def _precision(runtime: str, device: str) -> str:
+    """What is measured on a GPU in PyTorch or AOTInductor is in bf16."""
+    if device == "cuda" and (runtime == "aoti" or runtime not in EXPORTED):
+        return "bf16"
+    return EXPORTED[runtime][2] if runtime in EXPORTED else "fp32"
 
 
 def _random_data(size: int, classes: int) -> Any:

@@ -40,6 +40,7 @@ def export(
     attention: Annotated[
         bool, typer.Option("--int8-attention", help="int8 for the products of attention in ONNX files, too")
     ] = False,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="that --to aoti compiles for")] = "cpu",
     model: Annotated[str | None, typer.Option(help="name of the architecture, for a checkpoint file")] = None,
     untrained: Annotated[
         bool, typer.Option("--untrained", help="SOURCE is a model name, exported with random weights to try its speed")
@@ -84,6 +85,7 @@ def export(
             keep_layers=keep_layers,
             max_drop=max_drop,
             attention=attention,
+            device=device,
         )
         for line in report.lines():
             console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -43,7 +43,7 @@ def check_file(path: Path, exact: Graph, cases: Sequence[tuple[Size, int]], prec
             images, label = exact.example(size, batch), f"{batch} image{'s'[: batch > 1]} of {size[0]}x{size[1]}"
             expected = exact(images)
             try:
-                actual = [torch.as_tensor(value) for value in model.run(images)]
+                actual = [torch.as_tensor(value).cpu() for value in model.run(images)]
             except Exception as error:  # whatever the runtime raises, the file is not good
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise ValueError(

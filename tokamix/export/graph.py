@@ -42,9 +42,10 @@ class Graph(nn.Module):
 
     def example(self, size: Size, batch: int) -> Tensor:
         """Random images of the form that the graph takes."""
+        device = self.mean.device
         if self.preprocessing:
-            return torch.randint(256, (batch, *size, self.in_chans), dtype=torch.uint8)
-        return torch.randn(batch, self.in_chans, *size)
+            return torch.randint(256, (batch, *size, self.in_chans), dtype=torch.uint8, device=device)
+        return torch.randn(batch, self.in_chans, *size, device=device)
 
     def names(self, outputs: Sequence[Tensor]) -> list[str]:
         """Names of the outputs."""

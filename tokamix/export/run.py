@@ -70,6 +70,7 @@ def export(
     keep_layers: int | None = None,
     max_drop: float = 0.5,
     attention: bool = False,
+    device: Literal["cpu", "cuda"] = "cpu",
 ) -> ExportReport:
     """Export a trained model and compare the file with PyTorch at several sizes and batches.
 
@@ -94,8 +95,9 @@ def export(
         keep_layers: number of the most sensitive layers that int8 leaves in fp32; default: as few as `max_drop` needs.
         max_drop: points of top-1 accuracy that int8 may lose.
         attention: int8 for products of two activations in ONNX files too, as in attention; OpenVINO always does it.
+        device: that "aoti" compiles for; files of the other targets are not bound to a device.
     """
-    _check_options(to, precision, opset, data)
+    _check_options(to, precision, opset, data, device)
     start = time.perf_counter()
     if isinstance(source, nn.Module):
         network, config = source, config or InferenceConfig.from_model(source)
@@ -108,8 +110,8 @@ def export(
     exact = create_graph(network, config, preprocessing, features, "fp32")
     multiple = 1 if shape is not None else find_multiple(exact, config)
     graph = exact
-    if precision in ("fp16", "bf16") and to != "openvino":  # OpenVINO converts at load
-        graph = create_graph(network, config, preprocessing, features, precision)
+    if (precision in ("fp16", "bf16") and to != "openvino") or device != "cpu":  # OpenVINO converts at load
+        graph = create_graph(network, config, preprocessing, features, precision).to(device)
 
     def retrace(graph: Graph) -> ExportedProgram:
         return trace(graph, shape, count, config, type(network).__name__)
@@ -126,6 +128,7 @@ def export(
         "outputs": graph.names(_run_once(exact, shape, config)),
         "features": features,
         "precision": precision,
+        "device": device,
     }
     report = ExportReport(path, to, precision, shape, count, [], 0.0, 0.0)
     folder = _temporary_folder(path)
@@ -175,11 +178,15 @@ def trace(graph: Graph, size: Size | None, batch: int | None, config: InferenceC
     return program
 
 
-def _check_options(to: str, precision: str, opset: int, data: Any) -> None:
+def _check_options(to: str, precision: str, opset: int, data: Any, device: str) -> None:
     if to not in SUFFIX:
         raise ValueError(f"cannot export to {to!r}; choose one of {', '.join(SUFFIX)}")
     if precision not in PRECISIONS[to]:
         raise ValueError(f"{to} files cannot be {precision}; choose one of {', '.join(PRECISIONS[to])}")
+    if device != "cpu" and to != "aoti":
+        raise ValueError(f"--device {device} is for --to aoti, which compiles for one device, got --to {to}")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a GPU, and torch finds none")
     if opset not in OPSETS:
         raise ValueError(f"opset {opset} is not supported; choose {OPSETS.start} to {OPSETS.stop - 1}")
     if precision == "int8" and data is None:

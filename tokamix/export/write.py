@@ -1,9 +1,11 @@
 """Writers of the export targets, each from a traced program to a file."""
 
+import ast
 import json
 import logging
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
@@ -25,6 +27,7 @@ PRECISIONS = {
     "executorch": ("fp32",),
 }
 OPSETS = range(18, 24)
+SCOPES = "pkg.torch.onnx.name_scopes"  # where the exporter writes the modules of a node
 FOLDED_VALUES = 2**24  # the largest constant that is computed while exporting
 Metadata = dict[str, Any]
 _translated: WeakKeyDictionary[ExportedProgram, Any] = WeakKeyDictionary()
@@ -59,8 +62,20 @@ def to_onnx(program: ExportedProgram, outputs: Sequence[str], opset: int) -> Any
         optimizer.optimize_ir(exported.model, input_size_limit=FOLDED_VALUES, output_size_limit=FOLDED_VALUES)
         proto = exported.model_proto
     del proto.graph.value_info[:]  # some are wrong after folding, and quantisers believe them
+    _name_nodes(proto)
     _translated[program] = proto
     return proto
+
+
+def _name_nodes(proto: Any) -> None:
+    """Name nodes after the modules that they come from: `stages.0.blocks.0.mlp.fc1`, not `node_MatMul_57`."""
+    taken: Counter[str] = Counter()
+    for node in proto.graph.node:
+        scopes = next((entry.value for entry in node.metadata_props if entry.key == SCOPES), "[]")
+        module = next((scope for scope in reversed(ast.literal_eval(scopes)[:-1]) if scope), "")
+        name = f"{module.removeprefix('network').removeprefix('.') or 'model'}/{node.op_type}"
+        node.name = f"{name}_{taken[name]}" if taken[name] else name
+        taken[name] += 1
 
 
 @contextmanager

@@ -127,6 +127,8 @@ def same_side(grid: Pair, window: Pair, shift: Pair, device: torch.device) -> Te
 
 def to_windows(x: Tensor, grid: Pair, window: Pair, shift: Pair = (0, 0)) -> Tensor:
     """Tokens (B, H*W, ...) of a grid (H, W), shifted cyclically -> (B, windows, h*w, ...)."""
+    if dispatch.is_exporting() and x.ndim > 3:  # XNNPACK takes at most six axes
+        return to_windows(x.flatten(2), grid, window, shift).unflatten(3, x.shape[2:])
     x = x.unflatten(1, grid)
     if shift != (0, 0):
         x = x.roll((-shift[0], -shift[1]), (1, 2))
@@ -137,6 +139,8 @@ def to_windows(x: Tensor, grid: Pair, window: Pair, shift: Pair = (0, 0)) -> Ten
 
 def from_windows(x: Tensor, grid: Pair, window: Pair, shift: Pair = (0, 0)) -> Tensor:
     """The inverse of `to_windows`: (B, windows, h*w, ...) -> (B, H*W, ...)."""
+    if dispatch.is_exporting() and x.ndim > 4:
+        return from_windows(x.flatten(3), grid, window, shift).unflatten(2, x.shape[3:])
     (height, width), (h, w) = grid, window
     x = x.unflatten(2, window).unflatten(1, (height // h, width // w)).transpose(2, 3)
     x = _contiguous(x).flatten(3, 4).flatten(1, 2)
