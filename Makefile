@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 SEED ?= 0
 SECONDS ?= 1200
 
-.PHONY: demo test test-export test-browser fuzz soak check docs format clean
+.PHONY: demo test test-export test-browser test-swap fuzz soak check docs format clean
 
 demo: $(READY)
 	$(BIN)/tokamix demo
@@ -20,6 +20,9 @@ test-export: $(READY)  # every family and task to every runtime; minutes, not pa
 
 test-browser: $(READY)  # the studio in Chromium (apt-get install chromium); minutes, not part of `make test`
 	$(BIN)/python -m pytest tests/browser
+
+test-swap: $(READY)  # swapped models of all files of timm: sizes, torch.compile, torch.export; not part of `make test`
+	$(BIN)/python -m pytest -n 2 tests/swap/every_model.py
 
 fuzz: $(READY)  # random inputs of operators and damaged files; not part of `make test`
 	$(BIN)/python -m tests.fuzz.operators --count 10000 --seed $(SEED)

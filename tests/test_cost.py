@@ -129,3 +129,16 @@ def test_the_model_is_unchanged() -> None:
     assert not model.blocks[0].training
     assert all(torch.equal(p.float(), before[n]) for n, p in model.state_dict().items())
     assert next(model.parameters()).device.type == "cpu"
+
+
+def test_shared_modules_and_tensors_stay_as_they_are() -> None:
+    """A module with two names, and a tensor in two modules."""
+    first, tied = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+    model = nn.Sequential(first, nn.GELU(), first, tied)
+    tied.weight = first.weight
+    x = torch.randn(1, 3, 4, 4)
+    expected = model(x)
+    assert count_exp(model, 4) == {"gelu": 48}
+    assert count_macs(model, 4) == 3 * 9 * 16
+    assert torch.equal(model(x), expected)
+    assert tied.weight is first.weight

@@ -151,14 +151,12 @@ def _formulas() -> dict[Any, Callable[..., int]]:
 
 def _trace(model: nn.Module, img_size: int | tuple[int, int], make_mode: Callable[[], Any]) -> Any:
     """Run `model` on one image under a dispatch mode: on the meta device or, if that fails, on its own device."""
-    state = {name: tensor for part in (model.named_parameters(), model.named_buffers()) for name, tensor in part}
-    floats = [tensor for tensor in state.values() if tensor.is_floating_point()]
-    own = floats[0] if floats else torch.empty(0)
-    image = torch.zeros(1, image_channels(model), *to_2tuple(img_size), device="meta", dtype=own.dtype)
+    own = first_float(model)
+    image = torch.zeros(1, image_channels(model), *to_2tuple(img_size), dtype=own.dtype)
     with plain_inference(model):
         try:
             with make_mode() as mode:
-                functional_call(model, {name: tensor.to("meta") for name, tensor in state.items()}, (image,))
+                run_on_meta(model, image)
         except (
             RuntimeError,
             NotImplementedError,
@@ -166,8 +164,26 @@ def _trace(model: nn.Module, img_size: int | tuple[int, int], make_mode: Callabl
             if own.is_meta:
                 raise
             with make_mode() as mode:
-                model(torch.zeros_like(image, device=own.device))
+                model(image.to(own.device))
     return mode
+
+
+def first_float(model: nn.Module) -> Tensor:
+    """A parameter or buffer of a model, for its device and dtype."""
+    tensors = (tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point())
+    return next(tensors, torch.empty(0))
+
+
+def run_on_meta(model: nn.Module, image: Tensor) -> None:
+    """Run a model without computing: its parameters, its buffers and the image are on the meta device meanwhile."""
+    # named_modules has a shared module once: functional_call does not restore one that is replaced under two names
+    state = {
+        f"{path}.{name}".lstrip("."): tensor.to("meta")
+        for path, module in model.named_modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    }
+    functional_call(model, state, (image.to("meta"),), tie_weights=False)
 
 
 def image_channels(model: nn.Module) -> int:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from tokamix.cost import image_channels, plain_inference
+from tokamix.cost import first_float, image_channels, plain_inference, run_on_meta
 from tokamix.swap import hf, torchvision
 from tokamix.swap import timm as timm_host
 from tokamix.swap import tokamix as tokamix_host
@@ -178,12 +177,12 @@ def _record(
 
 
 def _forward(model: nn.Module, size: tuple[int, int], compute: bool) -> None:
-    state = {name: tensor for part in (model.named_parameters(), model.named_buffers()) for name, tensor in part}
-    dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
-    if not compute:
-        state = {name: tensor.to("meta") for name, tensor in state.items()}
-    image = torch.zeros(1, image_channels(model), *size, device=next(iter(state.values())).device, dtype=dtype)
-    functional_call(model, state, (image,))
+    own = first_float(model)
+    image = torch.zeros(1, image_channels(model), *size, dtype=own.dtype, device=own.device)
+    if compute:
+        model(image)
+    else:
+        run_on_meta(model, image)
 
 
 @functools.cache

@@ -197,6 +197,9 @@ BLOCKS = {
     "timm.models.lowformer.LowFormerBlock": BlockLayout(
         ("mlp.main", BEFORE), ("mlp.main.fc2", BEFORE), ("mlp.main", AFTER), ("attn.main", AFTER)
     ),
+    "timm.models.cpubone.CPUBoneBlock": BlockLayout(
+        ("total.0.1.main.1", BEFORE), ("total.0.1.main.3", BEFORE), ("total.0.1.main", AFTER), ("total.0.0.main", AFTER)
+    ),
     "timm.models.twins.Block": BlockLayout(),
     "timm.models.swin_transformer.SwinTransformerBlock": BlockLayout(msa=("drop_path1", BEFORE)),  # outside the windows
 }
