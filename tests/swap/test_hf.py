@@ -1,4 +1,4 @@
-"""Context broadcasting in Hugging Face's ViT and ViLT."""
+"""Hugging Face's vision transformers: another mixer, and context broadcasting in ViT and ViLT."""
 
 import copy
 import pickle
@@ -8,31 +8,89 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tokamix
 from tests.swap.hosts import broadcast, change_inputs, change_outputs, submodules, weights
-from tokamix.swap import insert_context_broadcast, remove_context_broadcast
+from tokamix.swap import insert_context_broadcast, remove_context_broadcast, swap_mixer
+
+SMALL = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+IMAGE = {**SMALL, "image_size": 32, "patch_size": 8}
+STAGES = {"depths": [1] * 4, "hidden_sizes": [8, 16, 24, 32], "num_attention_heads": [1, 2, 2, 2]}
+# class of the model, options of its configuration, number of prefix tokens
+FAMILIES: dict[str, tuple[str, dict[str, object], int]] = {
+    "ViT": ("ViTModel", IMAGE, 1),
+    "DeiT": ("DeiTModel", IMAGE, 2),
+    "Beit": ("BeitModel", {**IMAGE, "use_relative_position_bias": True}, 1),
+    "Dinov2": ("Dinov2Model", IMAGE, 1),
+    "DINOv3ViT": ("DINOv3ViTModel", {**IMAGE, "num_register_tokens": 2}, 3),
+    "CLIPVision": ("CLIPVisionModel", IMAGE, 1),
+    "SiglipVision": ("SiglipVisionModel", IMAGE, 0),
+    "Segformer": ("SegformerModel", STAGES, 0),
+}
+
+
+def create_family(family: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    name, options, _ = FAMILIES[family]
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(getattr(transformers, f"{family}Config")(**options)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_swap_in_every_family(family: str) -> None:
+    """Softmax gives the host's own outputs; SimA has none; mixers on a grid know the prefix tokens."""
+    model, x = create_family(family), torch.randn(2, 3, 32, 32)
+    plain = model(x)[0]
+    twin = copy.deepcopy(model)
+    swap_mixer(twin, "softmax")
+    torch.testing.assert_close(twin(x)[0], plain)
+    twin = copy.deepcopy(model)
+    report = swap_mixer(twin)
+    assert len(report.replaced) >= 2
+    assert not report.kept
+    assert not tokamix.count_exp(twin, 32)["softmax"]
+    out = twin(x)[0]
+    assert not torch.allclose(out, plain)
+    out.square().sum().backward()
+    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in twin.parameters())
+    report = swap_mixer(model, "weight_mixing", partial=True)  # SigLIP's pool has a learned query
+    assert bool(report.carried) == (family == "Beit")
+    assert {model.get_submodule(name).prefix for name in report.replaced} == {FAMILIES[family][2]}
+    assert model(x)[0].shape == plain.shape
+
+
+def test_text_towers_are_kept() -> None:
+    transformers = pytest.importorskip("transformers")
+    text = {**SMALL, "vocab_size": 50, "max_position_embeddings": 8}
+    model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=IMAGE))
+    report = swap_mixer(model)
+    assert all(name.startswith("vision_model") for name in report.replaced)
+    assert set(report.kept.values()) == {"is part of a text tower"}
+    assert len(report.replaced) == len(report.kept) == 2
+
+
+def test_padding_of_vilt() -> None:
+    """Masked words change nothing."""
+    model, inputs = hugging_face_vilt()
+    swap_mixer(model.eval())
+    inputs["attention_mask"][:, 4:] = 0
+    expected = model(**inputs).logits
+    inputs["input_ids"][:, 4:] = (inputs["input_ids"][:, 4:] + 1) % 50
+    torch.testing.assert_close(model(**inputs).logits, expected)
 
 
 def hugging_face_vit() -> tuple[nn.Module, dict[str, Tensor]]:
     transformers = pytest.importorskip("transformers")
-    config = transformers.ViTConfig(
-        hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=32, patch_size=8
-    )
+    config = transformers.ViTConfig(**IMAGE)
     return transformers.ViTForImageClassification(config), {"pixel_values": torch.randn(2, 3, 32, 32)}
 
 
 def hugging_face_vilt() -> tuple[nn.Module, dict[str, Tensor]]:
     transformers = pytest.importorskip("transformers")
-    config = transformers.ViltConfig(
-        hidden_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=48,
-        image_size=32,
-        patch_size=8,
-        vocab_size=50,
-        num_labels=3,
-        max_image_length=-1,
-    )
+    config = transformers.ViltConfig(**IMAGE, vocab_size=50, num_labels=3, max_image_length=-1)
     text = torch.randint(50, (2, 7))
     inputs = {"input_ids": text, "attention_mask": torch.ones_like(text), "pixel_values": torch.randn(2, 3, 32, 32)}
     return transformers.ViltForQuestionAnswering(config), {**inputs, "pixel_mask": torch.ones(2, 32, 32).long()}

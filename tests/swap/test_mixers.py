@@ -6,6 +6,7 @@ import json
 import pytest
 import timm
 import torch
+import torchvision
 from torch import Tensor, nn
 
 import tokamix
@@ -216,6 +217,45 @@ def test_report() -> None:
     swiglu = timm.create_model("eva02_tiny_patch14_224", img_size=56, depth=1, embed_dim=24, num_heads=3)
     assert swap_mixer(swiglu, relu=True).activations == ["blocks.0.mlp.act"]
     assert not tokamix.count_exp(swiglu, 56)
+
+
+def test_sigmoids_of_gates_are_reported() -> None:
+    gated = nn.Sequential(timm.layers.Attention(24, 3, gated=True), nn.SiLU())
+    report = swap_mixer(gated, relu=True)
+    assert report.activations == ["1"]
+    assert report.notes == ["sigmoids remain in 1 gates, such as 0"]
+
+
+def test_padding_of_naflex() -> None:
+    """Images of different grids in one batch: each has the outputs that it has alone."""
+    options = {"depth": 2, "embed_dim": 24, "num_heads": 3}
+    model = timm.create_model("naflexvit_base_patch16_gap", num_classes=5, **options).double().eval()
+    swap_mixer(model)
+    patches = torch.randn(2, 16, 16 * 16 * 3, dtype=torch.float64)
+    rows, columns = (grid.flatten() for grid in torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij"))
+    places = torch.stack([rows, columns], dim=1).expand(2, -1, -1)
+    valid = torch.arange(16) < torch.tensor([[16], [8]])
+    places = places * valid.unsqueeze(-1)
+    out = model(patches, places, valid)
+    for image, count in enumerate((16, 8)):
+        alone = (part[image : image + 1, :count] for part in (patches, places, valid))
+        torch.testing.assert_close(model(*alone)[0], out[image])
+
+
+def test_torchvision_models() -> None:
+    """ViT has nn.MultiheadAttention, Swin shifted windows of maps."""
+    vit = torchvision.models.VisionTransformer(64, 16, 2, 3, 24, 48, num_classes=5)
+    swin = torchvision.models.SwinTransformer([4, 4], 24, [2], [2], [4, 4], num_classes=5)
+    x = images()
+    for model in (vit.eval(), swin.eval()):
+        nn.init.normal_((model.heads[0] if model is vit else model.head).weight)
+        plain = model(x)
+        same, other = copy.deepcopy(model), copy.deepcopy(model)
+        swap_mixer(same, "softmax")
+        torch.testing.assert_close(same(x), plain)
+        assert len(swap_mixer(other).replaced) == 2
+        assert not tokamix.count_exp(other, 64)["softmax"]
+        assert not torch.allclose(other(x), plain, atol=1e-4)
 
 
 def test_padding_and_causal_masks() -> None:
