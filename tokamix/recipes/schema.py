@@ -5,55 +5,30 @@ would need its own validator there.
 """
 
 import difflib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from types import MappingProxyType, NoneType
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    Self,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_type_hints
 
 import yaml
 from timm.optim import list_optimizers
 
+from tokamix.recipes.values import (
+    Count,
+    CountOrZero,
+    Fraction,
+    HalfTurn,
+    NotNegative,
+    Percent,
+    Positive,
+    Probability,
+    Rate,
+    convert,
+    describe,
+)
 from tokamix.tasks import Task
 
 AUGMENTS = ("3-augment", "3a", "augmix", "original", "rand", "v0")  # prefixes of timm's auto augmentation strings
-
-
-class Range(NamedTuple):
-    """The numbers from low to high; `open` names an end that is excluded."""
-
-    low: float
-    high: float = math.inf
-    open: str = ""
-
-    def __contains__(self, number: object) -> bool:
-        return self.low <= number <= self.high and (not self.open or number != getattr(self, self.open))  # type: ignore[operator]
-
-    def __str__(self) -> str:
-        low = f"above {self.low:g}" if self.open == "low" else f"of at least {self.low:g}"
-        high = f"below {self.high:g}" if self.open == "high" else f"of at most {self.high:g}"
-        return low if math.isinf(self.high) else f"{low} and {high}"
-
-
-Probability = Annotated[float, Range(0, 1)]
-Fraction = Annotated[float, Range(0, 1, open="low")]
-Rate = Annotated[float, Range(0, 1, open="high")]
-Percent = Annotated[float, Range(0, 100)]
-NotNegative = Annotated[float, Range(0)]
-Positive = Annotated[float, Range(0, open="low")]
-Count = Annotated[int, Range(1)]
-CountOrZero = Annotated[int, Range(0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,9 +147,9 @@ class Recipe:
         for key, hint in type_hints(type(self)).items():
             value = getattr(self, key)
             try:
-                object.__setattr__(self, key, _convert(value, hint))
+                object.__setattr__(self, key, convert(value, hint))
             except (TypeError, ValueError, OverflowError):
-                raise ValueError(f"recipe {self.name}: {key} is {value!r}, but must be {_describe(hint)}") from None
+                raise ValueError(f"recipe {self.name}: {key} is {value!r}, but must be {describe(hint)}") from None
         if problem := self._conflict():
             raise ValueError(f"recipe {self.name}: {problem}")
 
@@ -266,6 +241,9 @@ class ClassifyRecipe(Recipe):
     Attributes:
         top1: the accuracy in percent that the paper prints for this row.
         image_size: side of the images in pixels.
+        start_size: side of the images at the start of the run, below `image_size`; none: the same all the time.
+        size_step: pixels by which the side grows from there on.
+        full_size_from: fraction of the run from which on the images have their full size.
         crop_pct: fraction of the resized image's side kept by the centre crop in evaluation; none: the model's own.
         layer_decay: factor of the learning rate from each layer to the one below; none: the same for all.
         drop_rate: dropout before the classifier.
@@ -292,6 +270,9 @@ class ClassifyRecipe(Recipe):
     top1: Percent | None = None
 
     image_size: Count = 224
+    start_size: Count | None = None
+    size_step: Count = 32
+    full_size_from: Fraction = 0.7
     crop_pct: Fraction | None = None
     layer_decay: Fraction | None = None
     drop_rate: Rate = 0.0
@@ -315,7 +296,16 @@ class ClassifyRecipe(Recipe):
     distill_alpha: Probability = 0.5
     distill_tau: Positive = 1.0
 
+    def size_at(self, progress: float) -> int:
+        """Side of the training images in pixels after this fraction of the run."""
+        if self.start_size is None or progress >= self.full_size_from:
+            return self.image_size
+        sizes = range(self.start_size, self.image_size, self.size_step)
+        return sizes[int(progress / self.full_size_from * len(sizes))]
+
     def _conflict(self) -> str | None:
+        if self.start_size is not None and self.start_size >= self.image_size:
+            return f"start_size {self.start_size} must be below image_size {self.image_size}; set it lower, or to none"
         if self.crop_scale and not 0 < self.crop_scale[0] <= self.crop_scale[1]:
             return f"crop_scale is {list(self.crop_scale)}, but must be two rising numbers above 0"
         if self.crop_scale and self.crop_padding:
@@ -452,7 +442,7 @@ class DinoRecipe(Recipe):
     local_crops: CountOrZero = 8
     local_size: Count = 96
     local_scale: tuple[Fraction, Fraction] = (0.05, 0.4)
-    color_jitter: tuple[Probability, Probability, Probability, Annotated[float, Range(0, 0.5)]] = (0.4, 0.4, 0.2, 0.1)
+    color_jitter: tuple[Probability, Probability, Probability, HalfTurn] = (0.4, 0.4, 0.2, 0.1)
     blur_sigma: tuple[Positive, Positive] = (0.1, 2.0)
 
     out_dim: Count = 65536
@@ -561,61 +551,3 @@ def _check_keys(schema: type[Recipe], name: str, values: Mapping[str, Any]) -> N
             raise ValueError(f"recipe {name}: {key} belongs to task {' and '.join(tasks)}, not {task}; leave it out")
         hint = nearest(str(key), list(keys)) or f"; the keys are {', '.join(keys)}"
         raise ValueError(f"recipe {name}: there is no key {key!r}{hint}")
-
-
-def _convert(value: Any, hint: Any) -> Any:
-    """Convert a value to its type; TypeError or ValueError if it does not fit."""
-    origin, args = get_origin(hint), get_args(hint)
-    if NoneType in args:
-        if value is None or value == "none":
-            return None
-        return _convert(value, next(arg for arg in args if arg is not NoneType))
-    if origin is Annotated:
-        number = _convert(value, args[0])
-        if number not in args[1]:
-            raise ValueError
-        return number
-    if origin is Literal:
-        value = "none" if value is None and "none" in args else value
-        if value not in args:
-            raise ValueError
-        return value
-    if origin is tuple and args[-1] is Ellipsis:
-        if not isinstance(value, list | tuple):
-            raise TypeError
-        return tuple(_convert(item, args[0]) for item in value)
-    if origin is tuple:
-        return tuple(_convert(item, arg) for item, arg in zip(value, args, strict=True))
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            raise TypeError
-        return {_convert(key, args[0]): _convert(item, args[1]) for key, item in value.items()}
-    if hint is Any:
-        return value
-    if hint in (int, float):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise TypeError
-        if value != hint(value):
-            raise ValueError
-        return hint(value)
-    if not isinstance(value, hint):
-        raise TypeError
-    return value
-
-
-def _describe(hint: Any) -> str:
-    """Describe a type in words, for errors."""
-    origin, args = get_origin(hint), get_args(hint)
-    if NoneType in args:
-        return f"{_describe(next(arg for arg in args if arg is not NoneType))}, or none"
-    if origin is Annotated:
-        return f"{_describe(args[0])} {args[1]}"
-    if origin is Literal:
-        return f"one of {', '.join(args)}" if len(args) > 1 else repr(args[0])
-    if origin is tuple:
-        count = "" if args[-1] is Ellipsis else f"{len(args)} "
-        return f"a list of {count}values, each {_describe(args[0])}"
-    if origin is dict:
-        return f"a mapping of {_describe(args[0])} to {_describe(args[1])}"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
-    return names.get(hint, "a value")

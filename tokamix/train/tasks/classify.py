@@ -51,6 +51,8 @@ class Classify:
                 f"the recipe {recipe.name} is for task classify, but {self.splits.name} was opened for another task"
             )
         self.num_outputs = self.splits.num_classes
+        if recipe.start_size is not None:
+            self.optional_arguments = {"dynamic_img_size": True, "strict_img_size": False}  # timm's ViTs and Swins
 
     def create_model(self, model: str | nn.Module | None, checkpoint: str | Path | None, pretrained: bool) -> Any:
         """Create the classifier from the recipe, or take the given module."""
@@ -73,22 +75,24 @@ class Classify:
         self.num_features = getattr(network, "num_features", None)
         self.inference = self._inference_config(network)
         if isinstance(model, nn.Module):
-            self._check_forward(network)
+            self._check_forward(network, self.recipe.image_size, "image_size")
             self._check_construction(network)
+        if start_size := getattr(self.recipe, "start_size", None):  # DINO's recipes have none
+            self._check_forward(network, start_size, "start_size")
         return network
 
-    def _check_forward(self, network: nn.Module) -> None:
-        """Find out before training whether a given module takes the recipe's images."""
+    def _check_forward(self, network: nn.Module, size: int, key: str) -> None:
+        """Find out before training whether a module takes images of a size."""
         like = next(network.parameters(), torch.empty(0))
-        shape = (2, self.in_chans, self.recipe.image_size, self.recipe.image_size)
+        shape = (2, self.in_chans, size, size)
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), evaluation_mode(network):
                 network(torch.zeros(shape, device=like.device, dtype=like.dtype))
-        except (RuntimeError, ValueError, TypeError) as error:
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
             reason = shorten(first_line(error), 200)
             raise ValueError(
-                f"the model cannot process images of shape {shape} ({reason}); train with another image_size, or"
-                " change the model"
+                f"the model cannot process images of shape {shape} ({reason}); train with another {key}, or change the"
+                " model"
             ) from error
 
     def _check_construction(self, network: nn.Module) -> None:
@@ -188,7 +192,9 @@ class Classify:
             )
 
     def mix(self, images: Tensor, labels: Tensor, position: Position) -> tuple[Tensor, Tensor]:
-        """Apply mixup and CutMix: labels become distributions; without them both are returned unchanged."""
+        """Shrink the images while the run grows them, and apply mixup and CutMix: labels become distributions."""
+        if (size := self.recipe.size_at(position.progress)) != self.recipe.image_size:
+            images = F.interpolate(images, (size, size), mode="bilinear", antialias=True)
         if not (self.recipe.mixup or self.recipe.cutmix):
             return images, labels
         recipe = self.unmixed if position.progress >= 1 - self.recipe.mixup_off else self.recipe
