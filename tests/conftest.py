@@ -1,4 +1,9 @@
-"""Shared fixtures: the authors' golden numbers, and torch.empty filled with NaN."""
+"""Shared fixtures: the authors' golden numbers, and torch.empty filled with NaN.
+
+torch is imported where it is used: the process that distributes the tests (`pytest -n`) does not need it.
+"""
+
+from __future__ import annotations
 
 import json
 import math
@@ -6,16 +11,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tokamix.ops import dispatch
+if TYPE_CHECKING:
+    import torch
 
 GOLDEN = Path(__file__).parent / "golden"
 
-torch.set_num_threads(1)  # the tests run in parallel processes
 os.environ["COLUMNS"] = "200"  # consoles read their width when they are created; tests look for whole lines
 
 
@@ -30,6 +34,8 @@ def load_golden(case: str) -> SimpleNamespace:
     `.weights`, `.inputs`, `.outputs` (float64 outputs of the authors' code), `.loss_weights`, `.grad_inputs`,
     `.grad_weights`, `.extra`.
     """
+    from safetensors.torch import load_file
+
     groups: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in load_file(GOLDEN / f"{case}.safetensors").items():
         group, _, key = name.partition("/")
@@ -44,17 +50,29 @@ def load_golden(case: str) -> SimpleNamespace:
 
 def assert_golden(actual: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
     """float64 agreement with the authors' numbers at 1e-9 relative."""
+    import torch
+
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11, msg=lambda m: f"{what}: {m}")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Collect tests of kernels only where kernels run: with Triton, and a GPU or TRITON_INTERPRET=1."""
+    if not collection_path.name.endswith("_kernels.py"):
+        return None
+    import torch
+
+    from tokamix.ops import dispatch
+
     can_run = dispatch.HAS_TRITON and (dispatch.INTERPRET or torch.cuda.is_available())
-    return True if collection_path.name.endswith("_kernels.py") and not can_run else None
+    return None if can_run else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked `gpu` where there is no GPU; elsewhere, `pytest -m gpu` also selects the kernels' tests."""
+    import torch
+
+    from tokamix.ops import dispatch
+
     for item in items:
         if item.path.stem.endswith("_kernels") and not dispatch.INTERPRET:
             item.add_marker(pytest.mark.gpu)
@@ -64,15 +82,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in deselected]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """The tests run in parallel processes."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """Seed every test, so that its numbers do not depend on other tests."""
+    import torch
+
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill torch.empty and friends with NaN (or True), so that outputs that are never written are found."""
+    import torch
+
     for name in ("empty", "empty_like", "empty_strided"):
         real = getattr(torch, name)
 
@@ -102,6 +132,7 @@ def no_drawings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def random_weights() -> Callable[[Mapping[str, Sequence[int]]], dict[str, torch.Tensor]]:
     """A function that draws float64 weights for names and shapes, scaled so that each affects the output."""
+    import torch
 
     def draw(shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
