@@ -10,7 +10,7 @@ import tokamix
 from tests.command import call
 from tests.train.tiny import tiny_data
 from tokamix.recipes import load_recipe
-from tokamix.transfer import DROP_PATH, RECIPES
+from tokamix.transfer import DROP_PATH, RECIPES, _titles
 
 SMALL = ["epochs=1", "batch_size=8", "image_size=8", "augment=none", "warmup_epochs=0"]
 
@@ -47,6 +47,16 @@ def test_transfer(classifier_run: Path, folders: list[Path], tmp_path: Path) -> 
     before = (tmp_path / "stripes" / "model.safetensors").stat().st_mtime_ns
     assert tokamix.transfer(classifier_run, list(map(str, folders)), tmp_path, **options) == rows
     assert (tmp_path / "stripes" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_folders_of_the_same_name(classifier_run: Path, folders: list[Path], tmp_path: Path) -> None:
+    """They get runs of their own; one folder in two spellings is refused."""
+    named = [("/my/pets/photos", "photos"), ("digits", "digits"), ("/my/birds/photos", "photos")]
+    assert _titles(named) == ["pets/photos", "digits", "birds/photos"]
+    with pytest.raises(ValueError, match="two data sets are called b/c; rename a folder"):
+        _titles([("/a/b/c", "c"), ("/d/b/c", "c")])
+    with pytest.raises(ValueError, match=r"the data set .*stripes is given twice"):
+        tokamix.transfer(classifier_run, [f"{folders[0]}", f"{folders[0]}/"], tmp_path, device="cpu")
 
 
 def test_command(classifier_run: Path, folders: list[Path], tmp_path: Path) -> None:

@@ -90,12 +90,13 @@ def transfer(
     overrides = load_overrides(overrides)
     if name in DROP_PATH and recipe is None:
         overrides = {"drop_path": DROP_PATH[name], **overrides}
-    data = {}
+    opened = []
     for one in sources:  # all of them first: an error after hours of training would come late
         splits = create_dataset(one)
-        data[one] = (splits.title, splits.num_classes, len(splits.train), len(splits.val))
+        opened.append((splits.name, splits.title, (splits.num_classes, len(splits.train), len(splits.val))))
+    titles = _titles([(path, title) for path, title, _ in opened])
     rows: list[TransferRow] = []
-    for one, (title, *counts) in data.items():
+    for one, title, (*_, counts) in zip(sources, titles, opened, strict=True):
         name = recipe or RECIPES.get(one.partition(":")[0].lower(), RECIPES["cifar10"])
         result = train(
             recipe=name,
@@ -129,6 +130,21 @@ def _split(to: str | Sequence[str]) -> list[str]:
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"the data set {twice[0]} is given twice")
     return names
+
+
+def _titles(named: Sequence[tuple[str, str]]) -> list[str]:
+    """A title for each data set, the folder of its run; folders of the same name have that of their parent before it.
+
+    Args:
+        named: name, which is a whole path for folders, and title of each data set.
+    """
+    if twice := [name for name, _ in named if [other for other, _ in named].count(name) > 1]:
+        raise ValueError(f"the data set {twice[0]} is given twice")
+    short = [title for _, title in named]
+    titles = [f"{Path(name).parent.name}/{title}" if short.count(title) > 1 else title for name, title in named]
+    if twice := [title for title in titles if titles.count(title) > 1]:
+        raise ValueError(f"two data sets are called {twice[0]}; rename a folder, or transfer to them one after another")
+    return titles
 
 
 def _find_start(source: str | Path, model: str | None) -> tuple[dict[str, Any], str | None]:

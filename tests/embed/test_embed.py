@@ -67,6 +67,23 @@ def test_a_folder_in_shards(classifier_run: Path, photos: Path, tmp_path: Path) 
     torch.testing.assert_close(torch.from_numpy(array).float(), features, rtol=1e-2, atol=1e-2)
 
 
+def test_shards_that_do_not_fit_together_are_refused(classifier_run: Path, tmp_path: Path) -> None:
+    """Other images, or a new size of the shards, would give some images twice and leave out others."""
+    folder, out = tmp_path / "photos", tmp_path / "features"
+    folder.mkdir()
+    for i in range(5):
+        picture(i).save(folder / f"{i}.png")
+    embed(classifier_run, folder, out, shard_size=3, device="cpu")
+    (out / "shard-00001.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"different settings: shard_size was 3 and is 4; use the same ones"):
+        embed(classifier_run, folder, out, shard_size=4, device="cpu")
+    (folder / "0.png").rename(folder / "9.png")
+    with pytest.raises(ValueError, match=r"are not those that .* was made for: some were added, removed or renamed"):
+        embed(classifier_run, folder, out, shard_size=3, device="cpu")
+    (folder / "9.png").rename(folder / "0.png")
+    assert len(embed(classifier_run, folder, out, shard_size=3, device="cpu")) == 5
+
+
 def test_shards_of_tar_files_and_packs(classifier_run: Path, tmp_path: Path) -> None:
     """Each tar is a shard; a data set has labels and splits."""
     numbers = {"train-0": range(5), "train-1": range(5, 8), "val-0": range(8, 10)}

@@ -135,7 +135,13 @@ def check_settings(folder: Path, settings: Settings) -> None:
         raise ValueError(
             f"{folder} holds features of another model, {before['source']}; use another folder (-o), or delete it"
         )
-    if changed := [key for key in settings if before and before.get(key) != settings[key]]:
+    changed = [key for key in settings if before and before.get(key) != settings[key]]
+    if changed and changed[0] in ("names", "shards", "images"):
+        raise ValueError(
+            f"the images of {settings['data']} are not those that {folder} was made for: some were added, removed or"
+            " renamed; use another folder (-o), or delete it"
+        )
+    if changed:
         key = changed[0]
         raise ValueError(
             f"{folder} holds features with different settings: {key} was {before.get(key)!r} and is {settings[key]!r};"

@@ -1,6 +1,7 @@
 """`embed`: the features of all images of a folder or data set, in shards."""
 
 import copy
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -134,6 +135,8 @@ def embed(
         "labels": not Path(name).is_dir(),
         "dtype": dtype,
         "file_format": file_format,
+        "shard_size": shard_size,
+        "names": _hash_names(opened),
         "shards": len(parts),
         "images": sum(len(dataset) for _, dataset in opened),
     }
@@ -208,6 +211,19 @@ def open_splits(name: str, split: str) -> list[tuple[str, ImageDataset | ImageSt
         for key, dataset in chosen.items()
         if split in ("all", key)
     ]
+
+
+def _hash_names(opened: list[tuple[str, ImageDataset | ImageStream]]) -> str:
+    """A hash of the names of all images in their order; shards of a changed folder would not fit together.
+
+    Streams are read once, and their shards stay as they are: they have no part in it.
+    """
+    digest = hashlib.sha256()
+    for prefix, dataset in opened:
+        if not isinstance(dataset, ImageStream):
+            for i in range(len(dataset)):
+                digest.update(f"{prefix}{dataset.name_of(i)}\0".encode(errors="surrogateescape"))
+    return digest.hexdigest()[:32]
 
 
 def _split_into_shards(dataset: ImageDataset | ImageStream, shard_size: int) -> list[Any]:
