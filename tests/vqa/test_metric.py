@@ -1,4 +1,10 @@
-"""VQA's accuracy against the official rule, worked out by hand."""
+"""VQA's accuracy against the official rule: worked out by hand, and by the script.
+
+official.json has accuracies of 80 random sets of answers, by the functions of the script at GT-Vision-Lab/VQA c4e6a0e.
+"""
+
+import json
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +16,13 @@ def test_agreement_of_ten_annotators(count: int, accuracy: float) -> None:
     """With 2 of 10: the two see one other, the eight see two: (2 * 1/3 + 8 * 2/3) / 10."""
     answers = ["red"] * count + [f"other {i}" for i in range(10 - count)]
     assert vqa_accuracy("red", answers) == pytest.approx(accuracy)
+
+
+def test_accuracies_of_the_official_script() -> None:
+    cases = json.loads((Path(__file__).parent / "official.json").read_text())
+    assert len(cases) == 80
+    for case in cases:
+        assert vqa_accuracy(case["prediction"], case["answers"]) == pytest.approx(case["accuracy"]), case
 
 
 @pytest.mark.parametrize(

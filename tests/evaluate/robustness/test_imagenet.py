@@ -68,14 +68,15 @@ def test_imagenet_a_compares_its_200_classes(tmp_path: Path) -> None:
 
 def test_v2_folders_are_numbers(tmp_path: Path) -> None:
     """Class 4 is in folder 4, though 100 and 12 come before it in the order of their names."""
-    for variant in ("imagenetv2-matched-frequency-format-val", "imagenetv2-top-images-format-val"):
+    for kind in ("matched-frequency", "threshold0.7", "top-images"):
+        variant = f"imagenetv2-{kind}-format-val"
         for number in (0, 4, 12, 100):
             write(tmp_path / variant / str(number) / "a.png", number // 4)
     expected = [True] * 4
-    names = ("ImageNet-V2 (matched frequency)", "ImageNet-V2 (top images)")
+    names = [f"ImageNet-V2 ({name})" for name in ("matched frequency", "threshold 0.7", "top images")]
     assert score({"v2": tmp_path}) == dict.fromkeys(names, expected)
     alone = tmp_path / "imagenetv2-top-images-format-val"
-    assert score({"v2": alone}) == {names[1]: expected}
+    assert score({"v2": alone}) == {names[2]: expected}
     with pytest.raises(
         DataError, match=r"is not ImageNet-V2: it has neither class folders 0 to 999 nor folders such as"
     ):

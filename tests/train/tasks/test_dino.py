@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ from tests.train.tiny import TINY, assert_same_bits, tiny_data
 from tests.train.tiny import run as run_classifier
 from tests.train.tiny_dino import TINY_DINO, run
 from tokamix.inference import load_model
-from tokamix.train.loop.optim import clip_each_gradient
+from tokamix.train.loop import engine
+from tokamix.train.loop.optim import WeightDecaySchedule, clip_each_gradient
 from tokamix.train.tasks.dino.loss import centered_softmax, multicrop_loss, sinkhorn, update_center
 from tokamix.train.tasks.dino.network import DinoHead, DinoNetwork
 from tokamix.train.tasks.dino.task import CollapseError, Dino, describe_collapse, entropies
@@ -105,7 +107,7 @@ def dino_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run(dino_run: Path) -> None:
-    """The folder holds the teacher's backbone, the log the signs of a collapse; schedules end where they should."""
+    """The folder holds the teacher's backbone, the log the signs of a collapse."""
     model, config = load_model(dino_run)
     assert model.num_classes == config.num_classes == 0
     assert model(torch.randn(2, 3, 8, 8)).shape == (2, 16)
@@ -118,6 +120,48 @@ def test_a_run(dino_run: Path) -> None:
     assert {"teacher_entropy", "teacher_information", "feature_std"} <= steps[0].keys()
     assert {"knn", "effective_rank", "feature_std", "teacher_information"} <= epochs[-1].keys()
     assert "image-feature-extraction" in (dino_run / "README.md").read_text()
+
+
+def test_schedules_and_clipping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weight decay and momentum follow half a cosine, and each step clips every gradient alone."""
+    decays, momenta, clipped = [], [], []
+    set_progress, update_teacher = WeightDecaySchedule.set_progress, DinoNetwork.update_teacher
+
+    def watch_decay(self: WeightDecaySchedule, progress: float) -> None:
+        set_progress(self, progress)
+        decays.append({group["weight_decay"] for group in self.optimizer.param_groups})
+
+    def watch_momentum(self: DinoNetwork, momentum: float) -> None:
+        update_teacher(self, momentum)
+        momenta.append(momentum)
+
+    def watch_clipping(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+        kept = [parameter for parameter in parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in kept]
+        before = torch.stack([gradient.norm() for gradient in gradients])
+        norm = clip_each_gradient(kept, max_norm)
+        after = torch.stack([gradient.norm() for gradient in gradients])
+        torch.testing.assert_close(after, before.clamp(max=max_norm), rtol=1e-3, atol=1e-5)
+        clipped.append(int((before > max_norm).sum()))
+        return norm
+
+    monkeypatch.setattr(WeightDecaySchedule, "set_progress", watch_decay)
+    monkeypatch.setattr(DinoNetwork, "update_teacher", watch_momentum)
+    monkeypatch.setattr(engine, "clip_each_gradient", watch_clipping)
+    run(tmp_path, epochs=2, clip_grad=0.05)
+    assert len(momenta) == len(decays) == len(clipped) == 10
+    assert sum(clipped) > 0
+    for i, (momentum, decay) in enumerate(zip(momenta, decays, strict=True)):
+        rest = (1 + math.cos(math.pi * i / 10)) / 2  # 1 at the start of the run, 0 at its end
+        assert momentum == pytest.approx(1 - 0.1 * rest)
+        assert max(decay) == pytest.approx(0.2 + (TINY_DINO.weight_decay - 0.2) * rest)
+        assert min(decay) == 0  # of biases and norms, at any time
+
+
+def test_teacher_temperature_rises_at_the_start() -> None:
+    task = Dino(TINY_DINO, tiny_data())  # 0.03 to 0.04 in two of three epochs
+    temperatures = [task.teacher_temperature(Position(0, 0, 0, epoch / 3)) for epoch in (0, 1, 2, 3)]
+    assert temperatures == pytest.approx([0.03, 0.035, 0.04, 0.04])
 
 
 def test_last_layer_is_frozen_in_the_first_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
