@@ -63,8 +63,8 @@ _WINDOWS = Adapter(
     layout="nhwc",
     position=("relative_position_bias_table", "relative_position_index", "cpb_mlp", "logit_scale"),
     window=True,
-    note="each window is mixed on its own; its relative position bias is dropped, and in shifted windows SimA gives"
-    " pairs across borders weight 0, other mixers mix them",
+    note="mixers with the host's projections mix each window on its own, the others the whole map; the relative"
+    " position bias is dropped, and in shifted windows SimA gives pairs across borders weight 0, other mixers mix them",
 )
 ADAPTERS: dict[str, Adapter] = {
     "torchvision.models.swin_transformer.ShiftedWindowAttention": _WINDOWS,
