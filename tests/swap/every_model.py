@@ -1,6 +1,7 @@
 """Swapped models of all files of timm: another image size, torch.compile without graph breaks, torch.export.
 
-`make test-swap`, about five minutes of one core; tests/swap/test_models.py does it for a few files.
+`make test-swap`, several minutes; tests/swap/test_models.py does it for a few files. With timm 1.0.30, 14 of the 52
+hosts have one image size only, and Gemma 4 cannot be compiled or exported.
 """
 
 import pytest
@@ -9,6 +10,5 @@ from tests.swap.test_models import MODELS, check_sizes_compile_and_export
 
 
 @pytest.mark.parametrize("file", MODELS)
-def test_a_swapped_model_can_what_its_host_can(file: str, record_property) -> None:
-    for action, done in check_sizes_compile_and_export(file).items():
-        record_property(action, done)
+def test_a_swapped_model_can_what_its_host_can(file: str) -> None:
+    check_sizes_compile_and_export(file)
