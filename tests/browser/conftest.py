@@ -23,6 +23,12 @@ from tests.train import tiny, tiny_dense
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
 START_SECONDS = 120
 WAIT_MS = 30_000  # of one expectation; the machine may be busy
+# what appears when a tab has loaded
+READY = {
+    "Compare": "#compare-summary p",
+    "Train": "#run-status li",
+    "Detect and segment": "#dense-run input",
+}
 PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 
 
@@ -46,6 +52,15 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i in range(12):
             Image.new("RGB", (32, 32), (90 + 80 * number, 10 * i, 60)).save(folder / "photos" / name / f"{i}.png")
     return folder
+
+
+@pytest.fixture(scope="session")
+def photo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A picture of shapes, which the detector and the segmenter were trained on."""
+    path = tmp_path_factory.mktemp("photo") / "photo.png"
+    image = tiny_dense.tiny_scenes("detect", train=1, val=0, side=64).train.sample(0).image
+    Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
+    return path
 
 
 @pytest.fixture(scope="session")
@@ -79,8 +94,9 @@ def studio(workspace: Path) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     """Chromium without a window."""
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=WAIT_MS)
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     assert path, "the browser tests need Chromium: apt-get install chromium"
     with sync_playwright() as playwright:
@@ -126,3 +142,22 @@ def open_page(browser: Any, studio: str) -> Iterator[Callable[..., Any]]:
 def page(open_page: Callable[..., Any]) -> Any:
     """A page on a desktop, in light colours."""
     return open_page()
+
+
+def open_tab(page: Any, name: str) -> None:
+    """Choose a tab and wait until what it loads is there."""
+    page.get_by_role("tab", name=name).click()
+    if name in READY:
+        page.locator(READY[name]).first.wait_for()
+    page.wait_for_timeout(300)  # of a fade
+
+
+def choose(page: Any, label: str, option: Any) -> None:
+    """Choose an option of a dropdown, by its text or a pattern."""
+    page.get_by_role("combobox", name=label).click()
+    page.get_by_role("option", name=option).click()
+
+
+def upload(page: Any, where: str, file: Path) -> None:
+    """Give a file to an upload field."""
+    page.locator(f"{where} input[type=file]").set_input_files(file)

@@ -59,7 +59,7 @@ def test_many_models_are_coloured_by_source() -> None:
     plot, _, _ = compare.draw(results, ["papers"], "accuracy", "macs")
     assert plot.color == "source"
     plot, _, _ = compare.draw(results, ["shipped, cifar100"], "accuracy", "macs")
-    assert plot.color == "model"
+    assert plot.color == "network"
     assert len(plot.color_map) == 6
 
 

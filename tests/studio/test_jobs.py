@@ -71,21 +71,24 @@ def test_an_error_is_its_last_line(tmp_path: Path) -> None:
 
 
 def test_a_child_ends_with_its_parent() -> None:
-    """Also if the parent is killed: its end of the pipe closes then."""
+    """Also if the parent is killed: its end of the pipe closes then. Data workers are forked in the meantime."""
     code = f"""
-        import importlib.util, time
+        import importlib.util, multiprocessing, time
         spec = importlib.util.spec_from_file_location("child", {child.__file__!r})
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         module.stop_with_parent()
-        print("ready", flush=True)
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0,))
+        worker.start()
+        worker.join(20)
+        print(worker.exitcode, flush=True)
         time.sleep(60)
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout
         assert process.stdin
-        assert process.stdout.readline() == b"ready\n"
+        assert process.stdout.readline() == b"0\n"
         assert process.poll() is None
         process.stdin.close()
         assert process.wait(20) == -signal.SIGTERM

@@ -96,4 +96,9 @@ def _theme() -> Any:
         block_label_text_color_dark=soft["dark"],
         block_title_text_color=soft["light"],
         block_title_text_color_dark=soft["dark"],
+        input_placeholder_color=soft["light"],
+        input_placeholder_color_dark=soft["dark"],
+        color_accent="*primary_700",
+        link_text_color="*primary_700",
+        link_text_color_dark="*primary_300",
     )

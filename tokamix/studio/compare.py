@@ -131,8 +131,8 @@ def draw(results: Sequence[ModelResult], sources: Sequence[str], y: str, x: str)
     frame = table_of([row for row in results if row.source in sources])
     (x_title, _), (y_title, _) = QUANTITIES[x], QUANTITIES[y]
     points = frame.dropna(subset=[x_title, y_title])
-    few = points["model"].nunique() <= len(PALETTE)
-    colour = "model" if few else "source"
+    points = points.assign(network=points["model"].str.removeprefix("pyramid_nano_"))  # the legend cuts long names
+    colour = "network" if points["network"].nunique() <= len(PALETTE) else "source"
     plot = gr.ScatterPlot(
         value=points,
         x=x_title,

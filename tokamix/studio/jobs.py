@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -77,8 +78,8 @@ class Jobs:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(GRACE)
-        if self.is_running():
-            self._process.kill()
+        with suppress(ProcessLookupError):  # nothing is left of it
+            os.killpg(self._process.pid, signal.SIGKILL)  # its data workers too
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()

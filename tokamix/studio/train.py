@@ -46,7 +46,7 @@ def add_train_tab(settings: StudioSettings) -> None:
         pictures = gr.Gallery(
             label="Latest pictures of the first run",
             columns=3,
-            height=420,
+            height="auto",
             object_fit="contain",
             elem_id="run-pictures",
             buttons=[],

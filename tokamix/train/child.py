@@ -7,7 +7,6 @@ other end of its standard input.
 import os
 import runpy
 import signal
-import sys
 import threading
 
 
@@ -15,7 +14,9 @@ def stop_with_parent() -> None:
     """Send SIGTERM to this process when its standard input ends."""
 
     def wait() -> None:
-        sys.stdin.buffer.read()
+        # not sys.stdin: data workers are forked and close it, and would wait for this thread's lock on it for ever
+        while os.read(0, 1024):
+            pass
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, daemon=True).start()
