@@ -26,10 +26,11 @@ class Small(nn.Module):
 
 
 def test_opening_shows_the_first_source(handlers: dict[str, Callable[..., Any]]) -> None:
-    sources, plot, sentence, table = handlers["open_compare"]([], "accuracy", "exps", [])
+    sources, plot, sentence, table, colours = handlers["open_compare"]([], "accuracy", "exps", [])
     assert sources["value"] == ["shipped, imagenette"]
     assert sources["choices"] == ["shipped, imagenette", "shipped, cifar100", "papers"]
-    assert len(plot.color_map) == 6
+    assert plot.color == "network"
+    assert set(colours) == {name.removeprefix("pyramid_nano_") for name in table["model"]}
     assert sentence == "6 of 6 results have both accuracy (%) and exp calls (millions)."
     assert "memory (GB)" not in table.columns  # not known of any of them
     assert table["accuracy (%)"].iloc[0] == 90.24
@@ -39,15 +40,15 @@ def test_files_below_the_folders(tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text("model,top1,milliseconds\nnet,50,2\n")
     results = compare.collect_results(StudioSettings(folders=(tmp_path,)), [])
     assert results[-1].source == "mine.csv"
-    _, sentence, table = compare.draw(results, ["mine.csv"], "accuracy", "milliseconds")
+    _, sentence, table, _ = compare.draw(results, ["mine.csv"], "accuracy", "milliseconds")
     assert sentence.startswith("1 of 1 results")
     assert list(table["model"]) == ["net"]
 
 
 def test_axes_without_points(handlers: dict[str, Callable[..., Any]]) -> None:
-    _, sentence, _ = handlers["redraw"](["papers"], "accuracy", "exps", [])
+    _, sentence, *_ = handlers["redraw"](["papers"], "accuracy", "exps", [])
     assert sentence.startswith("None of the")
-    _, sentence, table = handlers["redraw"]([], "accuracy", "exps", [])
+    _, sentence, table, _ = handlers["redraw"]([], "accuracy", "exps", [])
     assert sentence == "Choose results above."
     assert table.empty
     with pytest.raises(gr.Error, match="there is no quantity 'beauty'"):
@@ -56,11 +57,11 @@ def test_axes_without_points(handlers: dict[str, Callable[..., Any]]) -> None:
 
 def test_many_models_are_coloured_by_source() -> None:
     results = compare.collect_results(StudioSettings(), [])
-    plot, _, _ = compare.draw(results, ["papers"], "accuracy", "macs")
-    assert plot.color == "source"
-    plot, _, _ = compare.draw(results, ["shipped, cifar100"], "accuracy", "macs")
+    plot, *_, colours = compare.draw(results, ["papers"], "accuracy", "macs")
+    assert (plot.color, list(colours)) == ("source", ["papers"])
+    plot, *_, colours = compare.draw(results, ["shipped, cifar100"], "accuracy", "macs")
     assert plot.color == "network"
-    assert len(plot.color_map) == 6
+    assert len(colours) == 6
 
 
 def test_measure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +74,7 @@ def test_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[0].milliseconds > 0
     assert math.isnan(rows[0].accuracy)  # it was measured at 96 px, not at 32
     assert said
-    _, sentence, _ = compare.draw(
+    _, sentence, *_ = compare.draw(
         compare.collect_results(StudioSettings(), [row.as_dict() for row in rows]),
         ["measured here"],
         "images_per_second",

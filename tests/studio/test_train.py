@@ -26,7 +26,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def test_opening_shows_the_latest_run(handlers: dict[str, Callable[..., Any]], settings: StudioSettings) -> None:
-    runs, data, timer, text, *_, key = handlers["open_train"](None)
+    runs, data, timer, text, *_, key, _ = handlers["open_train"](None)
     assert len(runs["choices"]) == 3
     assert len(runs["value"]) == 1
     assert data["value"].endswith("photos")
@@ -37,17 +37,17 @@ def test_opening_shows_the_latest_run(handlers: dict[str, Callable[..., Any]], s
 
 def test_two_runs_are_compared(handlers: dict[str, Callable[..., Any]], settings: StudioSettings) -> None:
     chosen = [named(settings, "classifier"), named(settings, "segmenter")]
-    text, _, scores, pictures, _, key = handlers["watch"](chosen, "")
+    text, _, _, pictures, _, key, colours = handlers["watch"](chosen, "")
     assert len(text.splitlines()) == 2
     assert "**classifier** (columnar_tiny_softmax): finished, epoch 6 of 6, best top-1 accuracy" in text
-    assert set(scores.color_map) == {"classifier", "segmenter"}
+    assert set(colours) == {"classifier", "segmenter"}
     assert pictures["visible"] is True
     again = handlers["watch"](chosen, key)
     assert all(update == gr.skip() for update in again)  # nothing has changed, nothing is drawn again
 
 
 def test_no_run(handlers: dict[str, Callable[..., Any]]) -> None:
-    text, _, _, pictures, _, _ = handlers["watch"]([], "")
+    text, _, _, pictures, *_ = handlers["watch"]([], "")
     assert text == "Choose a run, or start one."
     assert pictures["visible"] is False
 

@@ -57,8 +57,8 @@ def add_compare_tab(settings: StudioSettings) -> None:
                 size = gr.Slider(32, 224, 96, step=32, label="Image size in pixels")
                 batch = gr.Slider(1, 16, 1, step=1, label="Images at a time")
             button = gr.Button("Measure", elem_id="measure")
-        measured = gr.State([])
-    shown, drawn = [sources, vertical, horizontal, measured], [plot, summary, table]
+        measured, colours = gr.State([]), gr.State({})
+    shown, drawn = [sources, vertical, horizontal, measured], [plot, summary, table, colours]
 
     @plain_errors
     def open_compare(chosen: list[str] | None, y: str, x: str, own: Results) -> tuple[Any, ...]:
@@ -86,6 +86,8 @@ def add_compare_tab(settings: StudioSettings) -> None:
         group = gr.update(choices=every, value=chosen)
         return own, group, "accuracy", "milliseconds", *draw(results, chosen, "accuracy", "milliseconds")
 
+    # colours come after the points: Gradio draws the legend for the points it has when the colours change
+    colours.change(lambda chosen: gr.update(color_map=chosen), colours, plot, show_progress="hidden")
     tab.select(open_compare, shown, [sources, *drawn], show_progress="hidden")
     for control in (sources, vertical, horizontal):
         control.input(redraw, shown, drawn, show_progress="hidden")
@@ -123,8 +125,10 @@ def measure_models(
     return [measured_result(row) for row in rows]
 
 
-def draw(results: Sequence[ModelResult], sources: Sequence[str], y: str, x: str) -> tuple[Any, str, Any]:
-    """The plot of two quantities, what it shows in a sentence, and the table of all, for the chosen sources."""
+def draw(
+    results: Sequence[ModelResult], sources: Sequence[str], y: str, x: str
+) -> tuple[Any, str, Any, dict[str, str]]:
+    """Of the chosen sources: a plot of two quantities, what it shows in a sentence, a table, the colours of the plot."""
     for name in (x, y):
         if name not in QUANTITIES:
             raise ValueError(f"there is no quantity {name!r}; choose from {', '.join(QUANTITIES)}")
@@ -138,10 +142,11 @@ def draw(results: Sequence[ModelResult], sources: Sequence[str], y: str, x: str)
         x=x_title,
         y=y_title,
         color=colour,
-        color_map=dict(zip(dict.fromkeys(points[colour]), PALETTE * len(points), strict=False)),
         tooltip=["model", "setting", x_title, y_title],
     )
-    return plot, _describe(len(frame), len(points), x_title, y_title), frame.dropna(axis="columns", how="all")
+    sentence = _describe(len(frame), len(points), x_title, y_title)
+    colours = dict(zip(dict.fromkeys(points[colour]), PALETTE * len(points), strict=False))
+    return plot, sentence, frame.dropna(axis="columns", how="all"), colours
 
 
 def table_of(results: Sequence[ModelResult]) -> "pandas.DataFrame":

@@ -66,9 +66,9 @@ def add_train_tab(settings: StudioSettings) -> None:
             stop = gr.Button("Stop the run of this studio", elem_id="stop")
             resume = gr.Button("Resume the first run", elem_id="resume")
         log = gr.Textbox(label="What the run prints", lines=4, max_lines=8, interactive=False, elem_id="run-log")
-        seen = gr.State("")  # what the page shows already
+        seen, colours = gr.State(""), gr.State({})  # what the page shows already, and in which colours
         timer = gr.Timer(INTERVAL, active=False)
-    shown = [status, loss, scores, pictures, log, seen]
+    shown = [status, loss, scores, pictures, log, seen, colours]
 
     @plain_errors
     def open_train(chosen: list[str] | None) -> tuple[Any, ...]:
@@ -86,7 +86,8 @@ def add_train_tab(settings: StudioSettings) -> None:
         if key == before:
             return (gr.skip(),) * len(shown)
         gallery = gr.update(value=load_pictures(images), visible=bool(images))
-        return text, *draw_curves(found), gallery, jobs.log(), key
+        *plots, chosen_colours = draw_curves(found)
+        return text, *plots, gallery, jobs.log(), key, chosen_colours
 
     @plain_errors
     def watch(chosen: list[str] | None, before: str) -> tuple[Any, ...]:
@@ -124,6 +125,8 @@ def add_train_tab(settings: StudioSettings) -> None:
         gr.Info("The run saves its state and stops.")
 
     quiet: dict[str, Any] = {"show_progress": "hidden"}
+    # colours come after the points: Gradio draws the legend for the points it has when the colours change
+    colours.change(lambda chosen: [gr.update(color_map=chosen)] * 2, colours, [loss, scores], **quiet)
     tab.select(open_train, [runs], [runs, data, timer, *shown], **quiet)
     timer.tick(watch, [runs, seen], shown, **quiet)
     runs.input(watch, [runs, seen], shown, **quiet)
@@ -154,8 +157,8 @@ def format_seconds(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def draw_curves(runs: Sequence[RunStatus]) -> tuple[Any, Any]:
-    """Plots of the loss and of the metric; runs that are compared show their validation alone."""
+def draw_curves(runs: Sequence[RunStatus]) -> tuple[Any, Any, dict[str, str]]:
+    """Plots of the loss and of the metric, and the colours of both; compared runs show their validation alone."""
     metric = runs[0].metric if runs else ""
     titles = "loss", METRICS.get(metric, "score (%)")
     tables = frame(runs, [run.loss() for run in runs]), frame(runs, [run.scores() for run in runs])
@@ -166,11 +169,11 @@ def draw_curves(runs: Sequence[RunStatus]) -> tuple[Any, Any]:
             y="value",
             color="curve",
             y_title=title,
-            color_map=dict(zip(dict.fromkeys(table["curve"]), PALETTE * len(runs), strict=False)),
         )
         for title, table in zip(titles, tables, strict=True)
     )
-    return first, second
+    names = dict.fromkeys(name for table in tables for name in table["curve"])
+    return first, second, dict(zip(names, PALETTE * len(names), strict=False))
 
 
 def frame(runs: Sequence[RunStatus], curves: Sequence[Sequence[Point]]) -> "pandas.DataFrame":

@@ -180,7 +180,7 @@ def train(
             if state is None:
                 folder.clear()
             if not engine.finished:
-                folder.begin(recipe.to_yaml(), config, settings, accelerator)
+                folder.begin(recipe.to_yaml(), config, settings, accelerator, engine.steps)
             folder.truncate(engine.epoch, engine.update)
         trackers = None
         if main and not engine.finished:

@@ -50,11 +50,11 @@ class RunFolder:
         self.state = self.path / "state" / "state.safetensors"
         self.epochs: list[Row] = []
 
-    def begin(self, recipe_yaml: str, config: Row, settings: Row, accelerator: Any) -> None:
-        """Write everything that is known before the first step."""
+    def begin(self, recipe_yaml: str, config: Row, settings: Row, accelerator: Any, steps: int) -> None:
+        """Write everything that is known before the first step; `steps` are those of an epoch."""
         write_text(self.path / "recipe.yaml", recipe_yaml)
         write_json(self.path / "config.json", config, indent=2)
-        environment = describe_environment(accelerator) | {"settings": settings}
+        environment = describe_environment(accelerator) | {"steps": steps, "settings": settings}
         write_json(self.path / "environment.json", environment, indent=2)
 
     def clear(self) -> None:

@@ -31,7 +31,7 @@ class RunStatus:
         state: "running" if a process holds the folder's lock, else "finished" or "stopped".
         settings: recipe, model and data.
         rows: the lines of metrics.jsonl.
-        steps: of an epoch; None before the first one has ended.
+        steps: of an epoch; None if it is not known.
         best: the selected evaluation; {} before the first one.
     """
 
@@ -103,13 +103,14 @@ def read_run(folder: str | Path) -> RunStatus:
     """
     path = RunFolder(folder).path
     try:
-        settings = json.loads((path / "environment.json").read_text())["settings"]
+        environment = json.loads((path / "environment.json").read_text())
+        settings = environment["settings"]
         rows = RunFolder(path).rows()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not the folder of a tokamix run") from error
     header = _read_header(path)
     ends = [row["update"] // row["epoch"] for row in rows if row["event"] == "epoch"]
-    steps = header.get("steps") or (ends[-1] if ends else None)
+    steps = environment.get("steps") or (ends[-1] if ends else None)  # runs of older versions do not tell
     state: Literal["running", "stopped", "finished"] = "finished" if header.get("finished") else "stopped"
     return RunStatus(path, "running" if is_locked(path) else state, settings, rows, steps, header.get("best") or {})
 
