@@ -128,7 +128,7 @@ def measure_models(
 def draw(
     results: Sequence[ModelResult], sources: Sequence[str], y: str, x: str
 ) -> tuple[Any, str, Any, dict[str, str]]:
-    """Of the chosen sources: a plot of two quantities, what it shows in a sentence, a table, the colours of the plot."""
+    """For the chosen sources: a plot of two quantities, what it shows in a sentence, a table, and its colours."""
     for name in (x, y):
         if name not in QUANTITIES:
             raise ValueError(f"there is no quantity {name!r}; choose from {', '.join(QUANTITIES)}")
