@@ -71,7 +71,9 @@ def test_sliders_and_models(page: Any) -> None:
 
 
 def test_a_link_restores_the_view(open_page: Callable[..., Any]) -> None:
-    query = "photo=flower&models=pyramid_nano_weight_mixing.imagenette&pictures=mixing_row&layer=2&head=1&token=0.25,0.75"
+    query = (
+        "photo=flower&models=pyramid_nano_weight_mixing.imagenette&pictures=mixing_row&layer=2&head=1&token=0.25,0.75"
+    )
     page = open_page(f"/?{query}")
     page.locator("#look-board .predictions").first.wait_for()
     expect_token(page, 0.75, 0.25)

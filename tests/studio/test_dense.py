@@ -30,28 +30,43 @@ def test_opening_lists_detectors_and_segmenters(handlers: dict[str, Callable[...
     assert hint["visible"] is False
 
 
-def test_detector(handlers: dict[str, Callable[..., Any]], settings: StudioSettings, photo: str) -> None:
+def test_detector(settings: StudioSettings, photo: str) -> None:
     """A higher threshold shows fewer objects, without another forward pass."""
-    everything, text = handlers["show"](named(settings, "detector"), photo, 0.05)
-    calls = dense._predict.cache_info().misses
+    tab = dense.Dense(settings)
+    key = tab.photos.keep(Image.open(photo))
+    everything, text = tab.draw(named(settings, "detector"), key, 0.05)
     assert everything["visible"] is True
+    assert everything["alt_text"].startswith("The photo with ")
     assert text.startswith("Found: ")
-    _, nothing = handlers["show"](named(settings, "detector"), photo, 0.999)
+    _, nothing = tab.draw(named(settings, "detector"), key, 0.999)
     assert nothing == "Found: nothing."
-    assert dense._predict.cache_info().misses == calls
+    assert tab.predict.cache_info().misses == 1
 
 
-def test_segmenter(handlers: dict[str, Callable[..., Any]], settings: StudioSettings, photo: str) -> None:
-    _, text = handlers["show"](named(settings, "segmenter"), photo, 0.3)
+def test_upload_and_sample(handlers: dict[str, Callable[..., Any]], settings: StudioSettings, photo: str) -> None:
+    """The uploaded file is deleted once it is read, and the field is empty for the next one."""
+    key, field, picture, text = handlers["take_dense_photo"](photo, named(settings, "segmenter"), 0.3)
+    assert key.startswith("upload-")
+    assert field is None
+    assert picture["visible"] is True
     assert "%" in text
+    assert not Path(photo).exists()
+    other, _, _ = handlers["use_sample"](named(settings, "segmenter"), 0.3)
+    assert other != key
+    assert handlers["show_dense"](named(settings, "segmenter"), key, 0.3)[1] == text
 
 
-def test_bad_input(handlers: dict[str, Callable[..., Any]], settings: StudioSettings, photo: str) -> None:
-    assert handlers["show"](None, None, 0.3)[1] == ""
+def test_bad_input(handlers: dict[str, Callable[..., Any]], settings: StudioSettings, tmp_path: Path) -> None:
+    assert handlers["show_dense"](None, "", 0.3)[1] == ""
     with pytest.raises(gr.Error, match="choose a trained model first"):
-        handlers["show"](None, photo, 0.3)
+        handlers["use_sample"](None, 0.3)
     with pytest.raises(gr.Error, match="is not below the folders of this studio"):
-        handlers["show"]("/etc", photo, 0.3)
+        handlers["use_sample"]("/etc", 0.3)
+    with pytest.raises(gr.Error, match="no longer kept"):
+        handlers["show_dense"](named(settings, "detector"), "upload-of-another", 0.3)
+    (tmp_path / "text.png").write_text("text")
+    with pytest.raises(gr.Error, match="is not an image"):
+        handlers["take_dense_photo"](str(tmp_path / "text.png"), named(settings, "detector"), 0.3)
 
 
 def test_samples_differ() -> None:

@@ -50,9 +50,9 @@ def test_start_and_stop(jobs: Jobs, tmp_path: Path) -> None:
     assert jobs.log().startswith(first.splitlines()[0])  # reading does not disturb what is written
     assert len(jobs.log()) > len(first)
     jobs.stop()
-    jobs.close()
-    assert not jobs.is_running()
+    jobs.start([str(tmp_path)], (tmp_path / "begun").exists)  # waits for the end of the first
     assert (tmp_path / "saved").exists()
+    assert jobs.is_running()
 
 
 def test_closing_the_studio_stops_the_run(jobs: Jobs, tmp_path: Path) -> None:

@@ -86,12 +86,14 @@ def add_compare_tab(settings: StudioSettings) -> None:
         group = gr.update(choices=every, value=chosen)
         return own, group, "accuracy", "milliseconds", *draw(results, chosen, "accuracy", "milliseconds")
 
+    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
     # colours come after the points: Gradio draws the legend for the points it has when the colours change
-    colours.change(lambda chosen: gr.update(color_map=chosen), colours, plot, show_progress="hidden")
-    tab.select(open_compare, shown, [sources, *drawn], show_progress="hidden")
+    colours.change(lambda chosen: gr.update(color_map=chosen), colours, plot, **quiet)
+    tab.select(open_compare, shown, [sources, *drawn], **quiet)
     for control in (sources, vertical, horizontal):
-        control.input(redraw, shown, drawn, show_progress="hidden")
-    button.click(measure, [models, size, batch, measured], [measured, sources, vertical, horizontal, *drawn])
+        control.input(redraw, shown, drawn, **quiet)
+    changed = [measured, sources, vertical, horizontal, *drawn]
+    button.click(measure, [models, size, batch, measured], changed, api_visibility="private")
 
 
 def collect_results(settings: StudioSettings, measured: Results) -> list[ModelResult]:

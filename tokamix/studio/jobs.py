@@ -26,6 +26,7 @@ class Jobs:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
+        self._stopped = False
         atexit.register(self.close)
 
     def is_running(self) -> bool:
@@ -39,8 +40,12 @@ class Jobs:
             ValueError: if another run is going on, or if this one ends before; with the last line that it printed.
         """
         with self._lock:
+            if self._process is not None and self._stopped:  # its folder is free before its process has ended
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(GRACE)
             if self.is_running():
                 raise ValueError("the studio trains one run at a time: stop the other one first")
+            self._stopped = False
             self._log = tempfile.TemporaryFile()  # noqa: SIM115, it lives as long as the run
             self._process = subprocess.Popen(
                 [*self._command, *arguments],
@@ -59,6 +64,7 @@ class Jobs:
         """Ask the run to save its state and end; returns at once."""
         if self._process is None or not self.is_running():
             raise ValueError("no run of this studio is being trained")
+        self._stopped = True
         self._process.terminate()
 
     def log(self) -> str:

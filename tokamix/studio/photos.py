@@ -84,6 +84,10 @@ class PhotoStore:
             photo = read_photo(path, self.settings)
         finally:
             Path(path).unlink(missing_ok=True)
+        return self.keep(photo)
+
+    def keep(self, photo: Image.Image) -> str:
+        """Keep a photo and return its key."""
         key = "upload-" + hashlib.blake2b(photo.tobytes(), key=_SECRET, digest_size=12).hexdigest()
         self._photos[key] = photo
         self._photos.move_to_end(key)

@@ -124,14 +124,15 @@ def add_train_tab(settings: StudioSettings) -> None:
         jobs.stop()
         gr.Info("The run saves its state and stops.")
 
-    quiet: dict[str, Any] = {"show_progress": "hidden"}
+    private: dict[str, Any] = {"api_visibility": "private"}
+    quiet = private | {"show_progress": "hidden"}
     # colours come after the points: Gradio draws the legend for the points it has when the colours change
     colours.change(lambda chosen: [gr.update(color_map=chosen)] * 2, colours, [loss, scores], **quiet)
     tab.select(open_train, [runs], [runs, data, timer, *shown], **quiet)
     timer.tick(watch, [runs, seen], shown, **quiet)
     runs.input(watch, [runs, seen], shown, **quiet)
-    start.click(start_run, [data, task, model, epochs, pretrained], [runs])
-    resume.click(resume_run, [runs], [runs])
+    start.click(start_run, [data, task, model, epochs, pretrained], [runs], **private)
+    resume.click(resume_run, [runs], [runs], **private)
     stop.click(stop_run, **quiet)
 
 
