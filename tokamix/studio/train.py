@@ -112,7 +112,9 @@ def add_train_tab(settings: StudioSettings) -> None:
         if run.state != "stopped":
             raise ValueError(f"{run.folder.name} is {run.state}; only a stopped run can be resumed")
         source = resolve_data(settings, run.settings["data"])
-        return begin(["--resume", str(run.folder), "--data", source], run.folder)
+        # a recipe for fine-tuning asks for weights to start from; the saved state then replaces them
+        weights = ["--pretrained"] if run.settings.get("finetune") else []
+        return begin(["--resume", str(run.folder), "--data", source, *weights], run.folder)
 
     def begin(arguments: list[str], folder: Path) -> Any:
         device = ["--device", settings.device] if settings.device else []
