@@ -24,7 +24,7 @@ ATM = "https://arxiv.org/abs/2203.06108"
 STVIT = "https://arxiv.org/abs/2211.11167"
 AMIXER = "https://doi.org/10.1007/978-3-031-19803-8_4"
 CB = "https://arxiv.org/abs/2210.08457"
-FIELD_PROBES = 8  # directions from which receptive fields are estimated, few enough to follow a pointer
+FIELD_PROBES = 4  # directions from which receptive fields are estimated: follows a pointer; correlation with all 0.93
 SALIENCY_PX = 4  # side of the patches over which the saliency is summed
 BANK_ENTRIES = 6  # entries of a weight bank that are shown, as in the paper
 
