@@ -78,8 +78,8 @@ def test_models_to_choose_from(settings: StudioSettings, tmp_path: Path, monkeyp
 def test_pictures_of_three_models(look: Look) -> None:
     pictures = ("mixing_row", "sampled_positions", "super_token_regions", "query_key_norms", "effective_rank")
     view = View("temple", (SIMA, ACTIVE, SUPER), pictures, y=0.1, x=0.9)
-    html, layers, heads = look.draw(view)
-    assert (layers, heads) == (8, 6)
+    html = look.draw(view)
+    assert look.count(view) == (8, 6)
     assert html.count("<section>") == 1 + len(pictures)
     assert html.count('class="predictions"') == 3
     assert html.count('class="heat"') == 3 + 2 + 2
@@ -94,9 +94,9 @@ def test_pictures_of_three_models(look: Look) -> None:
 
 
 def test_the_token_moves_the_pictures(look: Look) -> None:
-    first, second = (look.draw(dataclasses.replace(VIEW, y=y))[0] for y in (0.1, 0.9))
+    first, second = (look.draw(dataclasses.replace(VIEW, y=y)) for y in (0.1, 0.9))
     assert first != second
-    assert look.draw(dataclasses.replace(VIEW, y=0.1))[0] == first
+    assert look.draw(dataclasses.replace(VIEW, y=0.1)) == first
     rows = int(re.search(r'data-rows="(\d+)"', first).group(1))
     assert f'y="{int(0.1 * rows)}"' in first
     assert f'y="{int(0.9 * rows)}"' in second
@@ -104,19 +104,19 @@ def test_the_token_moves_the_pictures(look: Look) -> None:
 
 def test_every_question(look: Look) -> None:
     for models in ((SUPER,), (ACTIVE,), ("pyramid_nano_softmax.cifar100", "pyramid_nano_weight_mixing.cifar100")):
-        html, _, _ = look.draw(View("shapes", models, tuple(key for key in QUESTIONS if key != "saliency")))
+        html = look.draw(View("shapes", models, tuple(key for key in QUESTIONS if key != "saliency")))
         assert html.count("<section>") == len(QUESTIONS)
 
 
 def test_a_layer_that_cannot_be_asked_leaves_the_others(look: Look) -> None:
-    html, _, _ = look.draw(View("flower", (SUPER,), ("super_token_regions", "mixing_row"), layer=8, head=9))
+    html = look.draw(View("flower", (SUPER,), ("super_token_regions", "mixing_row"), layer=8, head=9))
     assert "cannot answer" in html or "has no head 8" in html
     assert html.count("<section>") == 3
 
 
 def test_run_folders(look: Look, settings: StudioSettings) -> None:
     (run,) = (name for _, name in list_sources(settings) if name.startswith("/"))
-    assert "predictions" in look.draw(View("flower", (run,), ("mixing_row",)))[0]
+    assert "predictions" in look.draw(View("flower", (run,), ("mixing_row",)))
 
 
 def test_little_is_kept(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_png(look: Look) -> None:
 
 
 def test_handlers(handlers: dict[str, Callable[..., Any]], tmp_path: Path) -> None:
-    html, _, _, link, query = handlers["draw"](*values(VIEW))
+    html, link, query = handlers["draw"](*values(VIEW))
     assert query == VIEW.query
     assert VIEW.query in link
     y, x, moved, *_ = handlers["choose_token"](SimpleNamespace(y=0.9, x=0.12345), *values(VIEW))
@@ -144,6 +144,8 @@ def test_handlers(handlers: dict[str, Callable[..., Any]], tmp_path: Path) -> No
     assert handlers["open_link"](request)[8] == html
     with pytest.warns(UserWarning, match="a&lt;b"):
         assert handlers["open_link"](SimpleNamespace(query_params={"photo": "a<b"}))[:2] == ("temple", "temple")
+    layers, heads, drawn, *_ = handlers["choose_models"](*values(VIEW))
+    assert (layers["maximum"], heads["maximum"], drawn) == (8, 6, html)
     photo = tmp_path / "photo.png"
     sample_photo("flower").save(photo)
     key, sample, upload, drawn, *_ = handlers["take_photo"](str(photo), *values(VIEW))

@@ -17,6 +17,7 @@ from tokamix.studio.train import add_train_tab
 CSS = Path(__file__).with_name("studio.css")
 CACHE_SECONDS = 3600  # uploaded files are deleted after this time, and when the studio ends
 QUEUE_SIZE = 100
+SESSIONS = 100  # open pages whose values are kept, 0.3 MB each
 
 
 def create_app(settings: StudioSettings) -> gr.Blocks:
@@ -42,6 +43,7 @@ def start_studio(settings: StudioSettings) -> gr.Blocks:
         prevent_thread_lock=True,
         quiet=True,
         show_error=True,  # ours are sentences: see errors.py
+        state_session_capacity=SESSIONS,
         allowed_paths=[],
         app_kwargs={"middleware": [only_needed_routes(settings.host)]},
         max_file_size=settings.max_upload_bytes,

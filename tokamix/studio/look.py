@@ -41,13 +41,15 @@ class Look:
         """The explanation of the view's photo by each of its models."""
         return [self.explainers.explain(view.photo, model) for model in view.models]
 
-    def draw(self, view: View) -> tuple[str, int, int]:
-        """The pictures, and the largest numbers of layers and heads."""
+    def draw(self, view: View) -> str:
+        """The pictures, as HTML."""
         with self.explainers.lock:
-            explanations = self.explain(view)
-            layers = max(len(explanation.capture) for explanation in explanations)
-            heads = max(count_heads(layer) for explanation in explanations for layer in explanation.capture)
-            return render_board(explanations, view), layers, heads
+            return render_board(self.explain(view), view)
+
+    def count(self, view: View) -> tuple[int, int]:
+        """The largest numbers of layers and heads of the models."""
+        captures = [explanation.capture for explanation in self.explain(view)]
+        return max(map(len, captures)), max(count_heads(layer) for capture in captures for layer in capture)
 
     def save(self, view: View) -> str:
         """The pictures as one PNG file, as the address of an image."""
@@ -96,14 +98,21 @@ def add_look_tab(settings: StudioSettings) -> Look:
             query, file = gr.Textbox(visible=False), gr.Textbox(visible=False)
             board = gr.HTML(elem_id="look-board", js_on_load=SCRIPT.read_text(encoding="utf-8"))
 
-    def show(view: View) -> tuple[Any, ...]:
-        html, layers, heads = look.draw(view)
-        address = f'<a href="?{view.query}">Link to this view</a>'
-        return html, gr.Slider(maximum=layers), gr.Slider(maximum=max(heads, 1)), address, view.query
+    def show(view: View) -> tuple[str, str, str]:
+        return look.draw(view), f'<a href="?{view.query}">Link to this view</a>', view.query
+
+    def limits(view: View) -> tuple[Any, Any]:
+        layers, heads = look.count(view)
+        return gr.update(maximum=layers), gr.update(maximum=heads)
 
     @plain_errors
     def draw(*values: Any) -> tuple[Any, ...]:
         return show(to_view(values))
+
+    @plain_errors
+    def choose_models(*values: Any) -> tuple[Any, ...]:
+        view = to_view(values)
+        return *limits(view), *show(view)
 
     @plain_errors
     def choose_token(event: gr.EventData, *values: Any) -> tuple[Any, ...]:
@@ -113,7 +122,7 @@ def add_look_tab(settings: StudioSettings) -> Look:
     @plain_errors
     def take_photo(path: str | None, *values: Any) -> tuple[Any, ...]:
         if path is None:
-            return (gr.skip(),) * (len(drawn) + 3)
+            return (gr.skip(),) * (3 + len(drawn))
         key = look.photos.add(path)
         return key, None, None, *show(to_view([key, *values[1:]]))
 
@@ -130,15 +139,16 @@ def add_look_tab(settings: StudioSettings) -> Look:
             gr.Warning(f"The link cannot be opened: {escape(str(error), quote=False)}", duration=None)
             view = start
             pictures = show(view)
-        chosen = view.photo, view.photo, list(view.models), list(view.pictures), view.layer, view.head, view.y, view.x
-        return *chosen, *pictures
+        layers, heads = look.count(view)
+        sliders = gr.update(value=view.layer, maximum=layers), gr.update(value=view.head, maximum=heads)
+        return view.photo, view.photo, list(view.models), list(view.pictures), *sliders, view.y, view.x, *pictures
 
     @plain_errors
     def save_png(*values: Any) -> str:
         return look.save(to_view(values))
 
     state = [photo, models, pictures, layer, head, y, x]
-    drawn = [board, layer, head, link, query]
+    drawn = [board, link, query]
     options: dict[str, Any] = {"concurrency_id": "look", "concurrency_limit": 1, "api_visibility": "private"}
     options["show_progress_on"] = board
     quick = options | {"show_progress": "hidden", "trigger_mode": "always_last"}
@@ -147,7 +157,8 @@ def add_look_tab(settings: StudioSettings) -> Look:
         board.select(choose_token, state, [y, x, *drawn], **quick),
         upload.input(take_photo, [upload, *state], [photo, sample, upload, *drawn], **options),
         sample.input(choose_sample, [sample, *state], [photo, *drawn], **options),
-        gr.on([models.input, pictures.input], draw, state, drawn, **options),
+        models.input(choose_models, state, [layer, head, *drawn], **options),
+        pictures.input(draw, state, drawn, **options),
         gr.on([layer.input, head.input, y.input, x.input], draw, state, drawn, **quick),
     ]
     for event in shown:
