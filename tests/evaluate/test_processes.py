@@ -9,9 +9,9 @@ import pytest
 from tests.command import call
 from tests.evaluate.test_detection import detections
 from tests.evaluate.test_segmentation import count_by_hand, random_pair
-from tests.evaluate.worker import COMMAND, evaluate_all, evaluate_as_rank_1, evaluate_together
+from tests.evaluate.worker import COMMAND, FEW, evaluate_all, evaluate_as_rank_1, evaluate_together
 from tests.processes import started
-from tokamix.data import create_dataset
+from tokamix.data import create_dataset, shapes
 from tokamix.evaluate import CocoAP
 
 
@@ -26,6 +26,7 @@ def test_two_processes_agree_with_one(
     segmenter_run: Path, detector_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This process is rank 0, which saves the start of an interpreter. Also if one process has no images, or fails."""
+    monkeypatch.setitem(shapes.COUNTS, "val", FEW)
     runs = {"segment": str(segmenter_run), "detect": str(detector_run)}
     single = evaluate_all(runs)
     alone = call("eval", segmenter_run, *COMMAND)
