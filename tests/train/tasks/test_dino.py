@@ -2,12 +2,15 @@
 
 import json
 import math
+import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import timm
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
@@ -59,6 +62,35 @@ def test_loss_center_and_sinkhorn_are_the_published_ones() -> None:
     torch.testing.assert_close(many.sum(0), torch.full((6,), 32 / 6, dtype=torch.float64))
     torch.testing.assert_close(many.sum(1), torch.ones(32, dtype=torch.float64))
     assert sinkhorn(torch.randn(4, 5) * 100, 0.04).isfinite().all()
+
+
+def test_balance_and_center_are_those_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads stand for two processes with half of the images each."""
+    logits = torch.randn(12, 6, dtype=torch.float64)
+    whole, center = sinkhorn(logits, 0.1), torch.ones(6, dtype=torch.float64)
+    update_center(center, logits, 0.75)
+    barrier, parts = threading.Barrier(2, timeout=20), {}
+
+    def all_reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+        parts[threading.get_ident()] = tensor.clone()
+        barrier.wait()
+        both = torch.stack(list(parts.values()))
+        barrier.wait()
+        tensor.copy_(both.amax(0) if operation == dist.ReduceOp.MAX else both.sum(0))
+
+    def process(part: Tensor) -> tuple[Tensor, Tensor]:
+        own = torch.ones(6, dtype=torch.float64)
+        update_center(own, part, 0.75)
+        return sinkhorn(part, 0.1), own
+
+    for name, value in {"is_initialized": True, "get_world_size": 2}.items():
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(process, logits.split(6)))
+    torch.testing.assert_close(torch.cat([balanced for balanced, _ in results]), whole)
+    for _, own in results:
+        torch.testing.assert_close(own, center)
 
 
 def small_network(**kwargs) -> DinoNetwork:
@@ -179,7 +211,10 @@ def test_last_layer_is_frozen_in_the_first_epoch(tmp_path: Path, monkeypatch: py
     assert not torch.equal(weights[0], weights[steps])
 
 
-@pytest.mark.parametrize("settings", [{}, {"centering": "sinkhorn", "drop_path": 0.2, "norm_last_layer": False}])
+OTHER = {"centering": "sinkhorn", "head_batch_norm": True, "drop_path": 0.2, "norm_last_layer": False}
+
+
+@pytest.mark.parametrize("settings", [{}, OTHER])
 def test_resuming_is_exact(tmp_path: Path, dino_run: Path, monkeypatch: pytest.MonkeyPatch, settings: dict) -> None:
     whole = dino_run
     if settings:
