@@ -3,13 +3,15 @@
 import pytest
 import timm
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import tokamix
 from tokamix.embed import FeatureExtractor, effective_rank, search
-from tokamix.embed.features import feature_std
+from tokamix.embed.features import feature_std, gather
 from tokamix.embed.search import nearest
 
+CPU = torch.device("cpu")
 BODY = {"patch_size": 4, "dim": 16, "depth": 3, "num_heads": 2, "mlp_ratio": 2, "img_size": 16}
 
 
@@ -62,6 +64,26 @@ def test_bad_layers_and_pools() -> None:
     xcit = tokamix.create_model("xcit_nano_12_p16_sima", num_classes=0)
     with pytest.raises(ValueError, match="XCiTSimA has no class token in layer 0; use pool avg"):
         FeatureExtractor(xcit, "token", 0)(torch.randn(2, 3, 32, 32))
+
+
+def test_rows_of_processes_are_in_the_order_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the held-out images of a linear evaluation would depend on the number of processes."""
+    rows = torch.arange(14).view(7, 2)
+    assert torch.equal(gather([rows[:4], rows[4:]], CPU), rows)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    for split, expected in (
+        ([rows[0::3].split(2), rows[1::3].split(2), rows[2::3].split(2)], rows),
+        ([[rows[:5]], [rows[5:6]], [rows[6:]]], rows),  # of a stream: one after the other
+        ([[rows[:5]], [], [rows[5:]]], rows),
+    ):
+        monkeypatch.setattr(
+            dist, "all_gather_object", lambda out, own, split=split: out.__setitem__(slice(None), split)
+        )
+        assert torch.equal(gather([rows], CPU), expected)
+    monkeypatch.setattr(dist, "all_gather_object", lambda out, own: out.__setitem__(slice(None), [[], [], []]))
+    with pytest.raises(ValueError, match="there are no images to compute features of"):
+        gather([], CPU)
 
 
 def test_effective_rank_and_std() -> None:

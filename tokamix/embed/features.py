@@ -106,14 +106,20 @@ def extract_features(model: nn.Module, loader: Any, pad_to: int | None = None) -
 
 
 def gather(parts: list[Tensor], device: torch.device) -> Tensor:
-    """Join tensors along their first axis, over all processes."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone: list[Any] = [None] * dist.get_world_size()
+    """Join tensors along their first axis, over all processes; rank r of n has the rows r, r + n, r + 2n and so on."""
+    everyone: list[Any] = [parts]
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if world_size > 1:
+        everyone = [None] * world_size
         dist.all_gather_object(everyone, [part.cpu() for part in parts])
-        parts = [part.to(device) for one in everyone for part in one]
-    if not parts:
+    ranks = [torch.cat(one) for one in everyone if one]
+    if not ranks:
         raise ValueError("there are no images to compute features of")
-    return torch.cat(parts)
+    joined = torch.cat(ranks).to(device)
+    places = [torch.arange(rank, len(joined), world_size) for rank in range(world_size)]
+    if world_size == 1 or list(map(len, places)) != list(map(len, ranks)):  # a stream's shards have any number of rows
+        return joined
+    return joined[torch.cat(places).argsort().to(device)]  # as one process would have them
 
 
 def effective_rank(features: Tensor) -> float:
