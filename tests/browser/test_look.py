@@ -94,7 +94,7 @@ def test_keyboard_alone(page: Any) -> None:
     """Tab reaches the pictures, arrows move the token; tabs of the page are reached and opened too."""
     for _ in range(60):
         page.keyboard.press("Tab")
-        if page.evaluate("document.activeElement.getAttribute('aria-label')?.startsWith('Pictures')"):
+        if page.evaluate("document.activeElement.getAttribute('aria-label')?.startsWith('Pictures. ')"):
             break
     else:
         raise AssertionError("the focus does not reach the pictures")
