@@ -149,6 +149,10 @@ def test_bad_input_is_one_sentence(classifier_run: Path, segmenter_run: Path, ph
             ("embed", classifier_run, photos, "-o", out, "--pool", "avg"),
             "different settings: pool was 'model' and is 'avg'",
         ),
+        (
+            ("embed", classifier_run, photos, "-o", out, "--image-size", 16),
+            "different settings: image_size was 8 and is 16; use the same ones",
+        ),
         (("embed", classifier_run, tmp_path / "none", "-o", other), "there is no data set"),
         (("embed", segmenter_run, photos, "-o", other), "the model's task is segment"),
         (("embed", "resnet1888", photos, "-o", other), "there is no model 'resnet1888'"),

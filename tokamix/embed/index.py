@@ -135,7 +135,8 @@ def check_settings(folder: Path, settings: Settings) -> None:
         raise ValueError(
             f"{folder} holds features of another model, {before['source']}; use another folder (-o), or delete it"
         )
-    changed = [key for key in settings if before and before.get(key) != settings[key]]
+    before, now = _flatten(before), _flatten(settings)
+    changed = [key for key in now if before and before.get(key) != now[key]]
     if changed and changed[0] in ("names", "shards", "images"):
         raise ValueError(
             f"the images of {settings['data']} are not those that {folder} was made for: some were added, removed or"
@@ -144,9 +145,14 @@ def check_settings(folder: Path, settings: Settings) -> None:
     if changed:
         key = changed[0]
         raise ValueError(
-            f"{folder} holds features with different settings: {key} was {before.get(key)!r} and is {settings[key]!r};"
+            f"{folder} holds features with different settings: {key} was {before.get(key)!r} and is {now[key]!r};"
             " use the same ones, or another folder (-o)"
         )
+
+
+def _flatten(settings: Settings) -> Settings:
+    """The settings with those of the preprocessing beside the others."""
+    return {key: value for key, value in settings.items() if key != "inference"} | settings.get("inference", {})
 
 
 def write_parquet(folder: Path) -> Path:
