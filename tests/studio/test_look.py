@@ -119,6 +119,11 @@ def test_run_folders(look: Look, settings: StudioSettings) -> None:
     assert "predictions" in look.draw(View("flower", (run,), ("mixing_row",)))
 
 
+def test_untrained_networks_are_named(look: Look) -> None:
+    html = look.draw(View("shapes", ("columnar_tiny_sima", SIMA), ("mixing_row",)))
+    assert html.count("untrained: there are no weights of this name") == 1
+
+
 def test_little_is_kept(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explainers, "MAX_MODELS", 1)
     for photo in ("flower", "shapes", "temple", "parachute"):

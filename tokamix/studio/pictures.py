@@ -14,6 +14,7 @@ from matplotlib.colors import to_rgb
 from PIL import Image
 
 from tokamix.explain import QUESTIONS, Answer, Explanation
+from tokamix.explain.explainer import is_untrained
 from tokamix.explain.figures import PALETTE, region_borders, scale_values, short_names
 from tokamix.studio.view import View
 
@@ -47,12 +48,13 @@ def _link(key: str) -> str:
 
 
 def _photos(explanations: Sequence[Explanation], names: Sequence[str], view: View) -> Iterator[str]:
-    for explanation, name in zip(explanations, names, strict=True):
+    for explanation, name, model in zip(explanations, names, view.models, strict=True):
         layer = explanation.layer_for("mixing_row", _layer(explanation, view))
         mark = _mark(layer.token_at(view.y, view.x), layer.grid)
         alt = f"The photo as {explanation.name} sees it, with the chosen token"
         picture = f'<img class="photo" src="{_photo(explanation)}" alt="{escape(alt)}" draggable="false">{mark}'
-        yield _cell(picture, f"<b>{escape(name)}</b>{_predictions(explanation)}")
+        note = '<p class="none">untrained: there are no weights of this name</p>' if is_untrained(model) else ""
+        yield _cell(picture, f"<b>{escape(name)}</b>{note}{_predictions(explanation)}")
 
 
 def _maps(key: str, explanations: Sequence[Explanation], names: Sequence[str], view: View) -> Iterator[str]:
