@@ -14,6 +14,8 @@ from tokamix.compare.run import Job, _train_all
 from tokamix.recipes import load_recipe
 from tokamix.train import RunResult
 
+pytestmark = pytest.mark.xdist_group("compare")
+
 TINY = {"patch_size": 4, "dim": 8, "depth": 1, "num_heads": 2}
 SHORT = {"epochs": 1, "warmup_epochs": 0, "batch_size": 4, "image_size": 16, "model_kwargs": TINY}
 

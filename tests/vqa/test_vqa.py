@@ -19,6 +19,7 @@ from tokamix.train.tasks.vqa import Vqa
 from tokamix.vqa import create_vqa, load_vqa, open_vqa
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.xdist_group("vqa")
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 40, 220)}
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "what", "colour", "is", "it", "dark", "?"]
 SMALL = {"min_answer_count": 1, "batch_size": 8, "lr": 3e-3, "head_lr_scale": 2, "warmup_epochs": 0}
