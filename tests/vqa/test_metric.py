@@ -1,6 +1,6 @@
 """VQA's accuracy against the official rule: worked out by hand, and by the script.
 
-official.json has accuracies of 80 random sets of answers, by the functions of the script at GT-Vision-Lab/VQA c4e6a0e.
+official.json has accuracies of 80 random sets of answers, by the rules of the script at GT-Vision-Lab/VQA c4e6a0e.
 """
 
 import json
