@@ -172,6 +172,16 @@ def test_generated_tables_are_current(page: str) -> None:
     assert script["fill"](current) == current, f"docs/{page}.md is out of date: python docs/_scripts/{page}.py"
 
 
+def test_deploy_page_is_generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/deploy.md is what benchmarks/deploy.py writes from results/."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.chdir(ROOT)
+    deploy: Any = importlib.import_module("deploy")
+    monkeypatch.setattr(deploy, "PAGE", tmp_path / "deploy.md")
+    deploy.write_page()
+    assert (tmp_path / "deploy.md").read_text() == (ROOT / "docs/deploy.md").read_text()
+
+
 def test_benchmark_page_is_generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/benchmarks.md is what benchmarks/report.py writes from results/ and docs/benchmarks.in.md."""
     pytest.importorskip("matplotlib")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import tokamix
 from tests.command import call
 from tokamix.bench import pick, runtimes
 from tokamix.bench.runtimes import RuntimeRow
@@ -68,6 +69,8 @@ def test_bad_input() -> None:
         "pick", "--budget-ms", "5", "--models", "stvit", "--device", "cpu", code=1
     )
     assert "accuracy of resnet18 is not known" in call("pick", "--budget-ms", "5", "--models", "resnet18", code=1)
+    text = call("pick", "--budget-ms", "5", "--task", "segment", "--models", "stvit_small", code=1)
+    assert "the mIoU of 'stvit_small' is not known; choose from " in text
     assert "the budget is -1.0 ms" in call("pick", "--budget-ms", "-1", "--device", "cpu", code=1)
 
 
@@ -105,8 +108,44 @@ def test_pick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_candidates() -> None:
     found = pick.list_candidates()
-    assert [c.top1 for c in found] == sorted((c.top1 for c in found), reverse=True)
+    assert [c.accuracy for c in found] == sorted((c.accuracy for c in found), reverse=True)
     assert {"stvit_small", "atmnet_tiny", "convnext_tiny"} <= {c.name for c in found}
+    segment = {c.name: c for c in pick.list_candidates(task="segment")}
+    assert (segment["atmnet_upernet:atmnet_tiny"].accuracy, segment["atmnet_upernet:atmnet_tiny"].metric) == (
+        46.5,
+        "mIoU",
+    )
+    detect = pick.list_candidates(task="detect")
+    assert detect[0].accuracy > 48
+    assert {c.metric for c in detect} == {"box AP"}
+
+
+@pytest.mark.parametrize(("task", "method"), [("segment", "semantic_fpn"), ("detect", "retinanet")])
+def test_pick_dense(task: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segmenters and detectors are measured from images to tensors; int8 is not tried."""
+    create = tokamix.create_segmenter if task == "segment" else tokamix.create_detector
+
+    def create_small(name: str, size: int) -> nn.Module:
+        arguments = {"dims": (8, 8, 8, 8), "depths": (1, 1, 1, 1), "width": 8}
+        return create(method, "atmnet_xtiny", runtimes.DENSE_CLASSES[task], **arguments).eval()
+
+    monkeypatch.setattr(runtimes, "create_for_size", create_small)
+    monkeypatch.setattr(pick, "installed_runtimes", lambda device: ["eager", "onnx-int8"])
+    name = {"segment": "atmnet_semantic_fpn:atmnet_xtiny", "detect": "atmnet_retinanet_1x:atmnet_xtiny"}[task]
+    result = pick.pick(1e6, 64, models=[name], seconds=0, log=lambda _: None, task=task)
+    (row,) = result.rows
+    assert row.runtime == "eager"
+    assert row.error < 1e-5
+    assert min(row.macs, row.parameters) > 0
+    assert name in result.summary()
+    assert "the paper; no weights of ours" in result.summary()
+
+
+def test_recipes_name_dense_models() -> None:
+    model = runtimes._create_dense("atmnet_retinanet_1x", "atmnet_xtiny")
+    assert type(model).__name__ == "RetinaNet"
+    with pytest.raises(ValueError, match="must be for segment or detect"):
+        runtimes._create_dense("imagenette_nano", "pyramid_nano_sima")
 
 
 def test_softmax_row() -> None:

@@ -3,13 +3,18 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import timm
 from timm.models import is_model
 
 from tokamix.bench.runtimes import RuntimeRow, installed_runtimes, measure_runtimes
 from tokamix.models._registry import list_models
+from tokamix.recipes.load import list_recipes, recipe_rows
 
+Task = Literal["classify", "segment", "detect"]
+# key of the accuracy in dense recipes, its name and the data
+METRICS = {"segment": ("miou", "mIoU", "ADE20K"), "detect": ("box_ap", "box AP", "COCO")}
 LARGEST_SPEEDUP = 6.0  # no runtime is known to be that much faster than eager, so slower models need no export
 # ImageNet top-1 of peers, as timm's table of results prints it (results-imagenet.csv)
 PEERS = {
@@ -24,8 +29,9 @@ class Candidate:
     """A model, and the accuracy it is chosen for."""
 
     name: str
-    top1: float
+    accuracy: float  # in percent
     source: str  # of the accuracy
+    metric: str = "top-1"
 
 
 @dataclass
@@ -50,17 +56,37 @@ class PickResult:
                 f" {fastest.milliseconds:.1f} ms; allow more time, smaller images, or name other models with --models"
             )
         return (
-            f"{self.best.model} in {self.best.runtime}: {self.best.milliseconds:.1f} ms of {self.budget_ms:g}, top-1"
-            f" {self.candidate.top1} % ({self.candidate.source})"
+            f"{self.best.model} in {self.best.runtime}: {self.best.milliseconds:.1f} ms of {self.budget_ms:g},"
+            f" {self.candidate.metric} {self.candidate.accuracy} % ({self.candidate.source})"
         )
 
 
-def list_candidates(names: Sequence[str] = ()) -> list[Candidate]:
-    """Models with a known ImageNet accuracy, the most accurate first.
+def list_candidates(names: Sequence[str] = (), task: Task = "classify") -> list[Candidate]:
+    """Models with a known accuracy (on ImageNet, ADE20K or COCO), the most accurate first.
 
     Args:
-        names: of models; default: ours with an accuracy printed in their paper, and three of timm's.
+        names: of models; default: ours with an accuracy printed in their paper, and three of timm's. Segmenters and
+            detectors are RECIPE:BACKBONE.
+        task: of the models.
     """
+    candidates = _list_classifiers(names) if task == "classify" else _list_dense(names, task)
+    return sorted(candidates, key=lambda candidate: -candidate.accuracy)
+
+
+def _list_dense(names: Sequence[str], task: Task) -> list[Candidate]:
+    key, metric, data = METRICS[task]
+    found = {}
+    for recipe in [row for name in list_recipes() for row in recipe_rows(name) if row.task == task and row.model]:
+        value = getattr(recipe, "printed", {}).get(key)
+        if value is not None:
+            name = f"{recipe.name}:{recipe.model}"
+            found[name] = Candidate(name, float(value), f"{data}, the paper; no weights of ours", metric)
+    if unknown := [name for name in names if name not in found]:
+        raise ValueError(f"the {metric} of {unknown[0]!r} is not known; choose from {', '.join(found)}")
+    return [found[name] for name in names or found]
+
+
+def _list_classifiers(names: Sequence[str]) -> list[Candidate]:
     candidates = []
     for name in names or [*list_models(), *PEERS]:
         architecture = name.split(".")[0]
@@ -74,7 +100,7 @@ def list_candidates(names: Sequence[str] = ()) -> list[Candidate]:
             candidates.append(Candidate(name, float(found[1]), "the paper; no weights of ours"))
         elif names:
             raise ValueError(f"the ImageNet accuracy of {name} is not known, so it cannot be chosen by it")
-    return sorted(candidates, key=lambda candidate: -candidate.top1)
+    return candidates
 
 
 def pick(
@@ -85,6 +111,7 @@ def pick(
     runtimes: Sequence[str] = (),
     seconds: float = 3.0,
     log: Callable[[str], None] = print,
+    task: Task = "classify",
 ) -> PickResult:
     """Measure models here, the most accurate first, until one keeps the budget in some runtime.
 
@@ -96,12 +123,15 @@ def pick(
         runtimes: default: all that are installed.
         seconds: time of each measurement.
         log: called with a line for each preparation.
+        task: of the models. int8 is tried for classifiers only.
     """
     if budget_ms <= 0:
         raise ValueError(f"the budget is {budget_ms} ms, but must be positive")
-    candidates = list_candidates(models)
+    candidates = list_candidates(models, task)
     result = PickResult(budget_ms, None, None, accuracy={c.name: c for c in candidates})
-    names = list(runtimes) or installed_runtimes(device)
+    names = list(runtimes) or [
+        name for name in installed_runtimes(device) if task == "classify" or not name.endswith("int8")
+    ]
     others = [name for name in names if name != "eager"]
     for candidate in candidates:
         eager = list(measure_runtimes([candidate.name], [size], [1], ["eager"], device, 0.0, log))

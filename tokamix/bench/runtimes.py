@@ -17,10 +17,11 @@ import torch
 from timm.utils import reparameterize_model
 from torch import Tensor, nn
 
-from tokamix.bench.timing import peak_gb, relative_rmse
+from tokamix.bench.timing import peak_gb
 from tokamix.cost import count_exp, count_macs
 from tokamix.export import export
-from tokamix.export.check import TOLERANCE
+from tokamix.export.check import compare_outputs, largest_difference
+from tokamix.export.graph import create_graph
 from tokamix.inference import InferenceConfig
 from tokamix.models._registry import create_model
 from tokamix.runtimes import load_exported
@@ -40,6 +41,7 @@ ANY_SIZE: tuple[dict[str, Any], ...] = (
     {"dynamic_img_size": True},
     {},
 )  # arguments with which a model takes another size
+DENSE_CLASSES = {"segment": 150, "detect": 80}  # of ADE20K and COCO
 WARM_UP, MIN_ROUNDS = 3, 7
 
 
@@ -91,7 +93,7 @@ def measure_runtimes(
     runtime is logged and left out.
 
     Args:
-        models: names, ours or timm's.
+        models: names, ours or timm's; a segmenter or detector is RECIPE:BACKBONE, as in atmnet_upernet:atmnet_tiny.
         sizes: sides of the images.
         batches: images of one call.
         runtimes: of `RUNTIMES`.
@@ -114,6 +116,8 @@ def measure_runtimes(
 
 def create_for_size(name: str, size: int) -> nn.Module:
     """Create a model, with random weights, that takes images of this size."""
+    if ":" in name:
+        return _create_dense(*name.split(":", 1))
     for arguments in ANY_SIZE:
         filled: dict[str, Any] = {key: size if value is None else value for key, value in arguments.items()}
         try:
@@ -121,6 +125,27 @@ def create_for_size(name: str, size: int) -> nn.Module:
         except (TypeError, ValueError):  # an argument that the model does not have
             continue
     return create_model(name).eval()
+
+
+def _create_dense(name: str, backbone: str) -> nn.Module:
+    from tokamix.dense import create_detector, create_segmenter
+    from tokamix.recipes import load_recipe
+
+    recipe: Any = load_recipe(name, model=backbone)
+    create: Any = {"segment": create_segmenter, "detect": create_detector}.get(recipe.task)
+    if create is None:
+        raise ValueError(f"recipe {name} is for task {recipe.task}, but must be for segment or detect")
+    options = {"neck": recipe.neck, **recipe.method_kwargs, **recipe.model_kwargs}
+    return create(recipe.method, backbone, DENSE_CLASSES[recipe.task], **options).eval()
+
+
+def _config(model: nn.Module) -> InferenceConfig:
+    from tokamix.dense import Detector, Segmenter
+
+    if isinstance(model, Detector | Segmenter):
+        task: Any = "detect" if isinstance(model, Detector) else "segment"
+        return InferenceConfig(task=task, class_names=tuple(map(str, range(DENSE_CLASSES[task]))))
+    return InferenceConfig.from_model(model).replace(crop_pct=1.0)
 
 
 def _prepare(
@@ -135,19 +160,24 @@ def _prepare(
     for name in names:
         torch.manual_seed(0)
         model = create_for_size(name, size)
+        config = _config(model)
         images = torch.randn(batch, 3, size, size)
-        with torch.no_grad():
-            exact = model(images[:1])
         parameters = sum(p.numel() for p in model.parameters())
-        counts = (parameters, count_macs(model, size), count_exp(model, size).total())
-        folded = reparameterize_model(model)
+        if config.task == "classify":
+            network, folded = model, reparameterize_model(model)
+        else:  # from images to tensors, as the exported files
+            network = folded = create_graph(model, config, preprocessing=False, features=False, precision="fp32")
+        with torch.no_grad():
+            exact = _outputs(network(images[:1]))
+        counts = (parameters, count_macs(network, size), count_exp(network, size).total())
         for runtime in runtimes:
             label = f"{name} {runtime} {size} px, batch {batch}"
             start, resident = time.perf_counter(), _resident_gb()
             try:
-                call = _create_call(runtime, folded, images, device, folder / f"{name}_{runtime}_{size}_{batch}")
-                error = relative_rmse(_first(call())[:1].float().cpu(), exact)
-                if not error <= TOLERANCE[_precision(runtime, device)]:
+                path = folder / f"{name.replace(':', '_')}_{runtime}_{size}_{batch}"
+                call = _create_call(runtime, folded, model, config, images, device, path)
+                error = compare_outputs(exact, [out[:1] for out in _outputs(call())], config.task)
+                if not error <= largest_difference(config.task, _precision(runtime, device)):
                     raise RuntimeError(f"not timed, because the result is wrong: relative error {error:.1e}")
             except Exception as problem:  # the others must still be measured
                 log(f"{label}: FAILED, {type(problem).__name__}: {str(problem).splitlines()[0][:200]}")
@@ -159,13 +189,20 @@ def _prepare(
             yield RuntimeRow(*head, nan, nan, nan, nan, memory, nan, *counts, error), call
 
 
-def _create_call(runtime: str, model: nn.Module, images: Tensor, device: str, path: Path) -> Callable[[], Any]:
+def _create_call(
+    runtime: str,
+    folded: nn.Module,
+    model: nn.Module,
+    config: InferenceConfig,
+    images: Tensor,
+    device: str,
+    path: Path,
+) -> Callable[[], Any]:
     if runtime in EXPORTED:
         from tokamix.export.write import SUFFIX
 
         target, precision = EXPORTED[runtime][1], _precision(runtime, device)
         size = (images.shape[-2], images.shape[-1])
-        config = InferenceConfig.from_model(model)
         options: dict[str, Any] = (
             {"data": _random_data(size[0], len(config.class_names))} if precision == "int8" else {}
         )
@@ -176,7 +213,7 @@ def _create_call(runtime: str, model: nn.Module, images: Tensor, device: str, pa
             size=size,
             batch=len(images),
             precision=precision,  # type: ignore[arg-type]
-            config=config.replace(crop_pct=1.0),
+            config=config,
             device=device if target == "aoti" else "cpu",  # type: ignore[arg-type]
             **options | ({"max_drop": 101, "keep_layers": 0} if options else {}),
         )
@@ -184,7 +221,7 @@ def _create_call(runtime: str, model: nn.Module, images: Tensor, device: str, pa
         images = images.to(device if target == "aoti" else "cpu")
     else:
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        network, images = copy.deepcopy(model).to(device, dtype), images.to(device, dtype)
+        network, images = copy.deepcopy(folded).to(device, dtype), images.to(device, dtype)
         if runtime != "eager":
             network = torch.compile(network, mode="reduce-overhead" if runtime == "graphs" else None)
 
@@ -249,8 +286,9 @@ def _joules(call: Callable[[], object], row: RuntimeRow) -> float:
         return math.nan
 
 
-def _first(outputs: Any) -> Tensor:
-    return outputs if isinstance(outputs, Tensor) else torch.as_tensor(outputs[0])
+def _outputs(outputs: Any) -> list[Tensor]:
+    values = [outputs] if isinstance(outputs, Tensor) else map(torch.as_tensor, outputs)
+    return [value.float().cpu() if value.is_floating_point() else value.cpu() for value in values]
 
 
 def _resident_gb() -> float:

@@ -1,6 +1,6 @@
 """`tokamix pick`: the most accurate model that is fast enough on this machine."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -10,16 +10,17 @@ from tokamix.cli._shared import console, plain_errors, print_line, runtime_table
 def pick(
     budget_ms: Annotated[float, typer.Option(help="milliseconds for one image")],
     size: Annotated[int, typer.Option(min=1, help="side of the images")] = 224,
+    task: Annotated[Literal["classify", "segment", "detect"], typer.Option(help="of the model")] = "classify",
     models: Annotated[
         str, typer.Option(help="candidates, separated by commas; default: all with a known accuracy")
     ] = "",
     runtime: Annotated[str, typer.Option(help="runtimes, separated by commas; default: all installed ones")] = "",
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: a GPU if there is one")] = None,
 ) -> None:
-    """Recommend the most accurate classifier that takes at most --budget-ms for an image here, and its runtime.
+    """Recommend the most accurate model that takes at most --budget-ms for an image here, and its runtime.
 
     Candidates are measured in every runtime that is installed, the most accurate first, until one keeps the budget.
-    The accuracies are those of ImageNet that the papers and timm print.
+    The accuracies are those that the papers and timm print: of ImageNet, of ADE20K (segment) or of COCO (detect).
     """
     with plain_errors():
         from tokamix.bench.pick import pick as run
@@ -27,7 +28,8 @@ def pick(
 
         where = choose_device(device).type
         names = [name for name in models.split(",") if name]
-        result = run(budget_ms, size, where, names, [name for name in runtime.split(",") if name], log=print_line)
+        runtimes = [name for name in runtime.split(",") if name]
+        result = run(budget_ms, size, where, names, runtimes, log=print_line, task=task)
         if result.rows:
             console.print(runtime_table(result.rows))
         if result.skipped:

@@ -28,6 +28,8 @@ class AnchorGenerator(anchor_utils.AnchorGenerator):
     cells, but 800 // 13 is 61), and uses the dtype of the features, but bfloat16 cannot represent pixel positions.
     """
 
+    cell_anchors: list[Tensor]
+
     def __init__(self, strides: Sequence[int], scales: Sequence[float]) -> None:
         super().__init__(
             tuple(tuple(s * scale for scale in scales) for s in strides), ((0.5, 1.0, 2.0),) * len(strides)
@@ -42,6 +44,12 @@ class AnchorGenerator(anchor_utils.AnchorGenerator):
         root = torch.tensor(aspect_ratios, dtype=dtype, device=device).sqrt()[:, None]
         half = torch.stack([sides / root, sides * root], -1).flatten(0, 1) / 2
         return torch.cat([-half, half], 1)
+
+    def set_cell_anchors(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Move the anchors around the origin to a device, anew after `count_macs` has traced on the meta device."""
+        if self.cell_anchors[0].is_meta:
+            self.cell_anchors = list(map(self.generate_anchors, self.sizes, self.aspect_ratios))
+        super().set_cell_anchors(dtype, device)
 
     def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
         """The anchors (N, 4) of all levels, repeated for each image."""

@@ -49,8 +49,8 @@ def check_file(path: Path, exact: Graph, cases: Sequence[tuple[Size, int]], prec
                 raise ValueError(
                     f"not written: the exported file claims to take {label}, but fails: {reason}"
                 ) from None
-            difference = _compare(expected, actual, exact.task)
-            limit = 1 - SAME_DETECTIONS if exact.task == "detect" else TOLERANCE[precision]
+            difference = compare_outputs(expected, actual, exact.task)
+            limit = largest_difference(exact.task, precision)
             if not difference <= limit:
                 raise ValueError(
                     f"not written: the exported file differs from PyTorch for {label}, by {difference:.1e} (relative),"
@@ -60,7 +60,13 @@ def check_file(path: Path, exact: Graph, cases: Sequence[tuple[Size, int]], prec
     return differences
 
 
-def _compare(expected: Sequence[Tensor], actual: Sequence[Tensor], task: str) -> float:
+def largest_difference(task: str, precision: str) -> float:
+    """The difference from float32 in PyTorch that is allowed."""
+    return 1 - SAME_DETECTIONS if task == "detect" else TOLERANCE[precision]
+
+
+def compare_outputs(expected: Sequence[Tensor], actual: Sequence[Tensor], task: str) -> float:
+    """The largest relative RMSE of an output; of a detector, the fraction of detections that differ."""
     if len(expected) != len(actual):
         return float("inf")
     if task == "detect":  # PyTorch leaves out the padding of its lists, so the shapes differ
