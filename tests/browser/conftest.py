@@ -25,6 +25,7 @@ START_SECONDS = 120
 WAIT_MS = 30_000  # of one expectation; the machine may be busy
 # what appears when a tab has loaded
 READY = {
+    "Look": "#look-board .predictions",
     "Compare": "#compare-summary p",
     "Train": "#run-status li",
     "Detect and segment": "#dense-run input",
@@ -147,8 +148,7 @@ def page(open_page: Callable[..., Any]) -> Any:
 def open_tab(page: Any, name: str) -> None:
     """Choose a tab and wait until what it loads is there."""
     page.get_by_role("tab", name=name).click()
-    if name in READY:
-        page.locator(READY[name]).first.wait_for()
+    page.locator(READY[name]).first.wait_for()
     page.wait_for_timeout(300)  # of a fade
 
 

@@ -13,6 +13,8 @@ from tokamix.bench import runtimes
 from tokamix.studio import StudioSettings, compare
 from tokamix.studio._gradio import gr
 
+pytestmark = pytest.mark.xdist_group("studio")  # they share runs and the page
+
 
 class Small(nn.Module):
     num_classes = 3

@@ -11,6 +11,8 @@ from tests.train.tiny_dense import tiny_scenes
 from tokamix.studio import StudioSettings, dense
 from tokamix.studio._gradio import gr
 
+pytestmark = pytest.mark.xdist_group("studio")  # they share runs and the page
+
 
 @pytest.fixture
 def photo(tmp_path: Path) -> str:

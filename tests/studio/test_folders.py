@@ -7,6 +7,8 @@ import pytest
 
 from tokamix.studio import StudioSettings, folders
 
+pytestmark = pytest.mark.xdist_group("studio")  # they share runs and the page
+
 
 def test_runs(settings: StudioSettings) -> None:
     found = dict(folders.list_runs(settings))

@@ -12,6 +12,8 @@ from tokamix.studio._gradio import gr
 from tokamix.train.output.lock import lock_folder
 from tokamix.train.output.watch import read_run
 
+pytestmark = pytest.mark.xdist_group("studio")  # they share runs and the page
+
 
 def named(settings: StudioSettings, name: str) -> str:
     return str(settings.folders[0].resolve() / "runs" / name)

@@ -101,6 +101,8 @@ def _theme() -> Any:
         input_placeholder_color=soft["light"],
         input_placeholder_color_dark=soft["dark"],
         color_accent="*primary_700",
+        button_primary_background_fill="*primary_700",
+        button_primary_background_fill_hover="*primary_800",
         link_text_color="*primary_700",
         link_text_color_dark="*primary_300",
     )
