@@ -149,8 +149,11 @@ class WeightMixing(nn.Module):
             self.backend,
         ).flatten(2)
         if self.partition and padded:
-            # crop with negative padding: a slice would specialise an exported graph to sizes that need a crop
-            x = F.pad(tokens_to_map(x, grid), [-n for n in pad]).flatten(1, 2)
+            x = tokens_to_map(x, grid)
+            # ExecuTorch has no negative padding; a slice would specialise a graph of any size to those that need it
+            fixed = dispatch.is_exporting_fixed(height, width)
+            x = x[:, :height, :width] if fixed else F.pad(x, [-n for n in pad])
+            x = x.flatten(1, 2)
         return self.proj(x)
 
     def _policy(self, x: Tensor) -> Tensor:
