@@ -94,7 +94,7 @@ def test_most_blocks_are_run() -> None:
     """A block is left out with a reason only, and few are."""
     every = [block for page in PAGES for block in blocks(page, "python")]
     assert len(every) >= 15
-    assert sum(bool(block.not_run) for block in every) <= 2
+    assert sum(bool(block.not_run) for block in every) <= 3
 
 
 @pytest.mark.xdist_group("processes")
