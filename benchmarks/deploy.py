@@ -365,8 +365,8 @@ def int8_lines(rows: list[dict[str, str]], layers: list[dict[str, str]]) -> list
                 f"- {case[0]}, {case[1]}: softmax loses {more:+.2f} points more than SimA"
                 f" ({more - half:+.2f} to {more + half:+.2f}, treating the two networks as independent)."
             )
-    verdict = "the intervals that exclude 0 say where." if differ else "no difference is found: all intervals hold 0."
-    lines += ["", f"With one trained network of each, {verdict}", ""]
+    found = "Some intervals do not contain 0" if differ else "All intervals contain 0: no difference is found"
+    lines += ["", f"{found}. There is one trained network of each, so this compares two networks only.", ""]
     lines += ["Layers whose quantisation alone changes the logits most (relative error, ONNX Runtime):", ""]
     for name in dict.fromkeys(row["model"] for row in layers):
         worst = [f"`{r['layer']}` {float(r['error']):.1%}" for r in layers if r["model"] == name][:4]
