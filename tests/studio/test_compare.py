@@ -6,25 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
+from tests.bench.test_runtimes import Small
 from tokamix.bench import runtimes
 from tokamix.studio import StudioSettings, compare
 from tokamix.studio._gradio import gr
 
 pytestmark = pytest.mark.xdist_group("studio")  # they share runs and the page
-
-
-class Small(nn.Module):
-    num_classes = 3
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.conv(x).sigmoid().mean((2, 3)))
 
 
 def test_opening_shows_the_first_source(handlers: dict[str, Callable[..., Any]]) -> None:
