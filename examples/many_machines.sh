@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Train on several machines with SLURM: sbatch examples/many_machines.sh
-# Every machine must see the data and the output folder. After a time limit or preemption the job is requeued and resumes.
+# Every machine must see the data and the output folder. After a preemption SLURM starts the job again, and it resumes.
+# Two minutes before a time limit it saves and stops; submit it again to continue.
 #SBATCH --job-name=tokamix
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
