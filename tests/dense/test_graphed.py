@@ -60,7 +60,6 @@ def without_tf32() -> Iterator[None]:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("method", ["semantic_fpn", "mask_rcnn", "cascade_mask_rcnn", "retinanet"])
 @torch.no_grad()

@@ -281,7 +281,6 @@ def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"precision": "bf16", "clip_grad": 1.0}], ids=str)
 def test_cuda_graphs_change_only_rounding(tmp_path: Path, settings: dict) -> None:
     runs = [run(tmp_path / str(on), epochs=6, ema=0.9, device="cuda", compile=on, **settings) for on in (False, True)]

@@ -1,15 +1,13 @@
 """`pick`: the most accurate model that keeps a time budget on this machine, in the runtime that does it."""
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import timm
 from timm.models import is_model
 
 from tokamix.bench.runtimes import RuntimeRow, installed_runtimes, measure_runtimes
-from tokamix.models._registry import list_models
+from tokamix.models._registry import imagenet_top1, list_models
 from tokamix.recipes.load import list_recipes, recipe_rows
 
 Task = Literal["classify", "segment", "detect"]
@@ -92,12 +90,11 @@ def _list_classifiers(names: Sequence[str]) -> list[Candidate]:
         architecture = name.split(".")[0]
         if not is_model(architecture):
             raise ValueError(f"there is no model {name!r}; `tokamix models` lists ours, timm.list_models() the others")
-        cfg = timm.get_pretrained_cfg(name, allow_unregistered=True)
-        found = re.search(r"top1=([\d.]+)", " ".join(getattr(cfg, "notes", None) or ()))
+        top1 = imagenet_top1(name)
         if name in PEERS:
             candidates.append(Candidate(architecture, PEERS[name], "timm's results"))
-        elif found and getattr(cfg, "num_classes", 1000) == 1000:
-            candidates.append(Candidate(name, float(found[1]), "the paper; no weights of ours"))
+        elif top1 is not None:
+            candidates.append(Candidate(name, top1, "the paper; no weights of ours"))
         elif names:
             raise ValueError(f"the ImageNet accuracy of {name} is not known, so it cannot be chosen by it")
     return candidates

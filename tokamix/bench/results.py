@@ -2,16 +2,13 @@
 
 import csv
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import timm
-
 from tokamix.bench.runtimes import RuntimeRow
-from tokamix.models._registry import known_sizes, list_models
+from tokamix.models._registry import imagenet_top1, known_sizes, list_models
 from tokamix.models.shipped import shipped_weights
 
 MAX_ROWS = 1000  # of one file
@@ -96,14 +93,12 @@ def paper_results() -> list[ModelResult]:
     """Our models with the ImageNet accuracy that their paper prints; no weights of ours have it."""
     results = []
     for name in list_models():
-        cfg = timm.get_pretrained_cfg(name)
-        found = re.search(r"top1=([\d.]+)", " ".join(getattr(cfg, "notes", None) or ()))
-        if found and getattr(cfg, "num_classes", None) == 1000 and name in known_sizes():
+        top1 = imagenet_top1(name)
+        if top1 is not None and name in known_sizes():
             parameters, macs = known_sizes()[name]
-            numbers = {"accuracy": float(found[1]), "parameters": parameters / 1e6, "macs": macs / 1e9}
-            results.append(
-                ModelResult(name, "ImageNet, 224 px" if "384" not in name else "ImageNet, 384 px", "papers", **numbers)
-            )
+            setting = "ImageNet, 384 px" if "384" in name else "ImageNet, 224 px"
+            numbers = {"accuracy": top1, "parameters": parameters / 1e6, "macs": macs / 1e9}
+            results.append(ModelResult(name, setting, "papers", **numbers))
     return results
 
 

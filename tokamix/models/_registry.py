@@ -3,6 +3,7 @@
 import csv
 import fnmatch
 import functools
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -74,3 +75,10 @@ def known_sizes() -> dict[str, tuple[int, int]]:
     """The table of sizes that comes with the package, written by benchmarks/sizes.py."""
     with SIZES.open(newline="") as file:
         return {row["model"]: (int(row["parameters"]), int(row["macs"])) for row in csv.DictReader(file)}
+
+
+def imagenet_top1(name: str) -> float | None:
+    """The ImageNet accuracy that a model's paper prints; None if it is not known, or of another data set."""
+    cfg = timm.get_pretrained_cfg(name, allow_unregistered=True)
+    found = re.search(r"top1=([\d.]+)", " ".join(getattr(cfg, "notes", None) or ()))
+    return float(found[1]) if found and getattr(cfg, "num_classes", None) == 1000 else None

@@ -1,5 +1,6 @@
 """The page: its tabs, its server, and how it starts and ends."""
 
+import hmac
 import signal
 import threading
 from pathlib import Path
@@ -77,8 +78,6 @@ def run_studio(settings: StudioSettings) -> None:
 
 def _password_check(password: str | None) -> Any:
     """Gradio's check of a login: any user name, one password."""
-    import hmac
-
     if password is None:
         return None
     return lambda user, given: hmac.compare_digest(given.encode(), password.encode())

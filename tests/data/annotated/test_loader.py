@@ -261,7 +261,6 @@ def test_workers_end_with_their_loader(sets: dict) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("task", AUGMENTED)
 def test_a_gpu_gets_the_same_batches(sets: dict, task: str) -> None:
     on_cpu, on_gpu = batches(sets[task], task), batches(sets[task], task, device="cuda", workers=2)

@@ -339,7 +339,6 @@ def test_a_killed_worker_ends_with_a_clear_error() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_gpu_gets_the_batches_of_a_cpu(dataset: ImageDataset, name: str) -> None:
     """ResidentLoader: the same numbers for all but rounding; nothing in an epoch waits for the device."""
@@ -359,7 +358,6 @@ def test_a_gpu_gets_the_batches_of_a_cpu(dataset: ImageDataset, name: str) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_capture_survives_the_loaders_before_it(dataset: ImageDataset) -> None:
     """Garbage collection frees the graphs of earlier loaders, which is not allowed during a capture."""
     for _ in range(3):
