@@ -5,8 +5,8 @@
     python -m benchmarks.convert table
     python -m benchmarks.convert small --cifar100 a.npz,b.npz,test.npz
 
-`run` trains softmax originals (recipes cifar100_fast and imagenette) with 3 seeds, then converts each to SimA, super
-tokens and weight mixing in a quarter of their epochs:
+`run` converts the softmax networks that ship with tokamix to SimA, super tokens and weight mixing, in a quarter of the
+epochs of their recipes (cifar100_nano and imagenette_nano), with 3 seeds:
 
     naive       swap, then fine-tuning on the labels
     calibrated  swap with calibration, then fine-tuning on the labels
@@ -15,11 +15,9 @@ tokens and weight mixing in a quarter of their epochs:
                 costs about 4/3 of a plain one
 
 The same command resumes: finished runs are rows, stopped ones continue from their folders. `--only 'cifar100 sima *'`
-selects runs. Estimate for one H200 with 4 runs at a time: 10 minutes for the 6 originals, then about 40 s for each of
-72 runs; for the bar alone (CIFAR-100, SimA, all arms): 5 minutes for the originals and 8 for the 12 runs.
-`table` writes the tables and curves of docs/guides/convert.md from the rows.
-`speed` times originals and conversions with the GPU to themselves: about 2 minutes. `small` is a check for a CPU: 5,000
-images of 20 classes, a column of three blocks, 30 epochs, converted to SimA in 7; half an hour on a core.
+selects runs. `table` writes the tables and curves of docs/guides/convert.md from the rows. `speed` times originals and
+conversions with the GPU to themselves: about 2 minutes. `small` is a check for a CPU: 5,000 images of 20 classes, a
+column of three blocks, 30 epochs, converted to SimA in 7; half an hour on a core.
 """
 
 import argparse
@@ -39,7 +37,7 @@ from tokamix.study.processes import Process, start_mps, start_process, stop_mps,
 from tokamix.study.rows import Row, read_rows, write_row
 from tokamix.study.run import current_commit, gpu_is_there
 
-RECIPES = {"cifar100": "cifar100_fast", "imagenette": "imagenette"}
+RECIPES = {"cifar100": "cifar100_nano", "imagenette": "imagenette_nano"}  # these trained the originals
 MIXERS = ("sima", "super_token", "weight_mixing")
 ARMS = ("full", "naive", "calibrated", "scratch")
 SEEDS = (10, 11, 12)
@@ -51,7 +49,7 @@ SPEED_COLUMNS = ["data", "to", "size", "milliseconds", "memory_gb", "problem", "
 
 
 class Job(NamedTuple):
-    """One run; the originals have the mixer softmax and the arm original."""
+    """One run."""
 
     data: str
     to: str
@@ -70,9 +68,13 @@ class Job(NamedTuple):
 
 
 def list_jobs() -> list[Job]:
-    """All runs, most wanted first: the bar, then the other mixers, seed by seed."""
-    originals = [Job(data, "softmax", "original", seed) for data in RECIPES for seed in SEEDS]
-    return originals + [Job(data, to, arm, seed) for to in MIXERS for data in RECIPES for seed in SEEDS for arm in ARMS]
+    """All runs, most wanted first: SimA, then the other mixers, seed by seed."""
+    return [Job(data, to, arm, seed) for to in MIXERS for seed in SEEDS for data in RECIPES for arm in ARMS]
+
+
+def original_of(data: str) -> str:
+    """Name of the trained softmax network."""
+    return f"pyramid_nano_softmax.{data}"
 
 
 def run_job(job: Job, source: str, runs: Path, changes: list[str]) -> Row:
@@ -93,22 +95,17 @@ def run_job(job: Job, source: str, runs: Path, changes: list[str]) -> Row:
     row: Row = {**job._asdict(), "torch": torch.__version__, "gpu": torch.cuda.get_device_name() if cuda else "cpu"}
     row |= {"original_steps": recipe.epochs * steps}
     options: dict[str, Any] = {"quiet": True}
-    if job.arm in ("original", "scratch"):
-        if job.arm == "scratch":
-            length = round(share * 4 / 3)
-            kwargs = {key: value for key, value in recipe.model_kwargs.items() if key != "mixer_kwargs"}
-            mixer = {"mixer_kwargs": {"qk_norm": True}} if job.to == "super_token" else {}
-            recipe = load_recipe(RECIPES[job.data], {**overrides, "epochs": length}).replace(
-                model=str(recipe.model).replace("softmax", job.to), model_kwargs={**kwargs, **mixer}
-            )
+    if job.arm == "scratch":
+        recipe = load_recipe(RECIPES[job.data], {**overrides, "epochs": round(share * 4 / 3)})
+        recipe = recipe.replace(model=f"pyramid_nano_{job.to}")
         result = tokamix.train(None, splits, recipe, folder, **options)
         points = result.epochs
         row |= {"top1": result.last["top1"], "epochs": recipe.epochs}
     else:
         plain: dict[str, Any] = {"teacher": "none", "transfer_epochs": 0}
         arms: dict[str, dict[str, Any]] = {"naive": {**plain, "calibration_images": 0}, "calibrated": plain, "full": {}}
-        original = runs / Job(job.data, "softmax", "original", job.seed).folder
-        done = tokamix.convert(original, splits, job.to, folder, epochs=share, sizes=(), **arms[job.arm], **options)
+        options |= {"recipe": recipe, "epochs": share, "sizes": (), **arms[job.arm]}
+        done = tokamix.convert(original_of(job.data), splits, job.to, folder, **options)
         with (folder / "metrics.csv").open() as file:
             points = [{key: float(value) for key, value in line.items() if value} for line in csv.DictReader(file)]
         row |= {**done.accuracy, "top1": done.accuracy["converted"], "epochs": share}
@@ -127,10 +124,6 @@ def run(args: argparse.Namespace) -> None:
     done = {tuple(row[key] for key in ("data", "to", "arm", "seed")) for row in read_rows(args.output)}
     wanted = [job for job in list_jobs() if sources[job.data] and fnmatch.fnmatch(job.label, args.only)]
     waiting = [job for job in wanted if tuple(map(str, job)) not in done]
-    # an original whose folder is gone is trained again for the conversions that are missing; its row stays
-    waiting = [
-        job for job in list_jobs() if job in waiting or (_is_needed(job, waiting) and not _is_trained(job, args.runs))
-    ]
     print(f"{len(waiting)} runs to do", flush=True)
     packs = {data: decode_once(source, "classify", args.runs / "data") for data, source in sources.items() if source}
     problem = start_mps(args.runs) if gpu_is_there() and args.jobs > 1 else "no GPU, or one run at a time"
@@ -140,12 +133,8 @@ def run(args: argparse.Namespace) -> None:
     extra: Row = {"processes": args.jobs, "mps": problem is None, "commit": current_commit()}
     try:
         while (waiting or running) and time.monotonic() < deadline:
-            ready = [job for job in waiting if _is_ready(job, args.runs)]
-            if not ready and not running:
-                break  # the originals of the others failed
-            while ready and len(running) < args.jobs:
-                job = ready.pop(0)
-                waiting.remove(job)
+            while waiting and len(running) < args.jobs:
+                job = waiting.pop(0)
                 arguments = ["worker", json.dumps(job), packs[job.data], str(args.runs), *args.set]
                 log = args.runs / f"{job.folder}.log"
                 running[job] = start_process("benchmarks.convert", arguments, log, args.runs, problem is None)
@@ -157,8 +146,7 @@ def run(args: argparse.Namespace) -> None:
                     print(f"{log.read_text(errors='replace')[-2000:]}\nFAILED {job.label}; see {log}", flush=True)
                     continue
                 row = json.loads(result.read_text()) | extra
-                if tuple(map(str, job)) not in done:
-                    write_row(args.output, row, COLUMNS)
+                write_row(args.output, row, COLUMNS)
                 print(f"{job.label}: {row['top1']:.2f} % in {row['seconds']:.0f} s", flush=True)
             time.sleep(0.1)
         for job in [*running, *waiting]:
@@ -167,24 +155,6 @@ def run(args: argparse.Namespace) -> None:
         stop_processes(list(running.values()))
         if problem is None:
             stop_mps(args.runs)
-
-
-def _is_needed(job: Job, wanted: list[Job]) -> bool:
-    """Whether a run is the original of a wanted conversion."""
-    others = ((other.data, other.seed) for other in wanted if other.arm != "scratch")
-    return job.arm == "original" and (job.data, job.seed) in set(others)
-
-
-def _is_ready(job: Job, runs: Path) -> bool:
-    """Whether a run's original is finished, if it needs one."""
-    if job.arm in ("original", "scratch"):
-        return True
-    return _is_trained(Job(job.data, "softmax", "original", job.seed), runs)
-
-
-def _is_trained(job: Job, runs: Path) -> bool:
-    """Whether a run is finished, with its folder here."""
-    return (runs / f"{job.folder}.json").exists()
 
 
 def speed(args: argparse.Namespace) -> None:
@@ -202,10 +172,11 @@ def speed(args: argparse.Namespace) -> None:
     for data in RECIPES:
         before = None
         for to in ("softmax", *MIXERS):
-            folder = args.runs / Job(data, to, "original" if to == "softmax" else "full", SEEDS[0]).folder
-            if not (folder / "model.safetensors").exists() or (before is not None and (data, to) in done):
+            folder = args.runs / Job(data, to, "full", SEEDS[0]).folder
+            if to != "softmax" and ((data, to) in done or not (folder / "model.safetensors").exists()):
                 continue
-            rows = measure_speeds(load_model(folder)[0], args.sizes, 3, device)
+            network, _ = load_model(original_of(data) if to == "softmax" else folder)
+            rows = measure_speeds(network, args.sizes, 3, device)
             before = before or rows
             even = find_break_even(before, rows) if to != "softmax" else None
             for row in rows if (data, to) not in done else ():
@@ -279,7 +250,7 @@ def main() -> None:
     parser.add_argument("--speeds", type=Path, default=Path("results/conversion_speed.csv"))
     parser.add_argument("--jobs", type=int, default=4, help="runs at a time")
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which runs are stopped, state saved")
-    parser.add_argument("--only", default="*", help="pattern of 'data mixer arm seed'; needed originals are added")
+    parser.add_argument("--only", default="*", help="pattern of 'data mixer arm seed'")
     parser.add_argument("--set", nargs="+", default=[], help="changes of the recipes, to try the script: epochs=4 ...")
     parser.add_argument("--sizes", type=int, nargs="+", default=[224, 512, 1024, 2048])
     args = parser.parse_args()

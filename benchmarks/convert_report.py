@@ -41,14 +41,14 @@ def select(rows: Sequence[Row], data: str, to: str, arm: str) -> list[Row]:
     return [row for row in rows if (row["data"], row["to"], row["arm"]) == (data, to, arm)]
 
 
-def _originals(rows: Sequence[Row], data: str) -> dict[str, float]:
-    """Top-1 of the originals by their seed."""
-    return {row["seed"]: float(row["top1"]) for row in select(rows, data, "softmax", "original")}
+def _original(rows: Sequence[Row], data: str) -> float | None:
+    """Top-1 of the original: each conversion has measured it."""
+    found = [float(row["original"]) for row in rows if row["data"] == data and row["original"]]
+    return statistics.mean(found) if found else None
 
 
-def _gaps(found: Sequence[Row], originals: dict[str, float]) -> list[float]:
-    """Differences to the originals of the same seeds."""
-    return [float(row["top1"]) - originals[row["seed"]] for row in found if row["seed"] in originals]
+def _scores(found: Sequence[Row]) -> list[float]:
+    return [float(row["top1"]) for row in found]
 
 
 def _pairs(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -60,9 +60,10 @@ def summary(rows: Sequence[Row]) -> list[str]:
     """The bar: full conversion to SimA within 1.0 point of its original, in a quarter of the steps."""
     lines = []
     for data, name in DATA.items():
-        found = select(rows, data, "sima", "full")
-        if gaps := _gaps(found, _originals(rows, data)):
+        found, original = select(rows, data, "sima", "full"), _original(rows, data)
+        if found and original:
             share = statistics.mean(float(row["steps"]) / float(row["original_steps"]) for row in found)
+            gaps = [score - original for score in _scores(found)]
             mean, low, high = statistics.mean(gaps), min(gaps), max(gaps)
             verdict = "within" if mean >= -1 else "not within"
             lines.append(
@@ -79,17 +80,15 @@ def _table(rows: Sequence[Row], heads: Sequence[str], cells: Callable[[str, str]
 
 
 def accuracy_table(rows: Sequence[Row]) -> list[str]:
-    """Mean top-1 of each arm, the mean difference to the originals of the same seeds, and the number of seeds."""
+    """Top-1 of the original; mean top-1 of each arm, its difference to the original, and the number of seeds."""
 
     def cells(data: str, to: str) -> list[str]:
-        originals = _originals(rows, data)
-        texts = [f"{statistics.mean(originals.values()):.2f}, n = {len(originals)}" if originals else ""]
-        for arm in ARMS:
-            found = select(rows, data, to, arm)
-            gaps = _gaps(found, originals)
-            gap = f" ({statistics.mean(gaps):+.2f})" if gaps else ""
-            mean = statistics.mean([float(row["top1"]) for row in found]) if found else 0
-            texts.append(f"{mean:.2f}{gap}, n = {len(found)}" if found else "")
+        original = _original(rows, data)
+        texts = [f"{original:.2f}" if original else ""]
+        for scores in (_scores(select(rows, data, to, arm)) for arm in ARMS):
+            mean = statistics.mean(scores) if scores else 0.0
+            gap = f" ({mean - original:+.2f})" if original else ""
+            texts.append(f"{mean:.2f}{gap}, n = {len(scores)}" if scores else "")
         return texts
 
     return _table(rows, ["original", *ARMS.values()], cells)
@@ -159,10 +158,9 @@ def draw_curves(rows: Sequence[Row], picture: Path) -> None:
     size = (3.4 * width + 1, 2.7 * height + 0.8)
     figure, axes = plt.subplots(height, width, figsize=size, layout="constrained", squeeze=False)
     for line, data in zip(axes, names[0], strict=True):
-        originals = list(_originals(rows, data).values())
+        level = _original(rows, data)
         for axis, to in zip(line, names[1], strict=True):
-            if originals:
-                level = statistics.mean(originals)
+            if level:
                 axis.axhline(level, color="#444444", ls="--", lw=1.2, label="original")
                 axis.set_ylim(level - SHOWN, level + 2)
             for arm, label in ARMS.items():
