@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 from torchvision.models.detection.image_list import ImageList
 
-from tokamix.compile import capture_graph, compile_blocks
+from tokamix.compile import Recording, compile_blocks
 from tokamix.dense.boxes import Sizes, Target
 from tokamix.dense.detector import Detector
 from tokamix.dense.segmenter import Segmenter
-
-WARM_UP_CALLS = 3  # in which compilers and libraries choose their kernels
 
 
 class GraphedModel:
@@ -38,40 +36,25 @@ class GraphedModel:
         if isinstance(model, Detector) and any(side % stride for side in sides):
             raise ValueError(f"a detector needs sides that are multiples of {stride} here, got {sides}; pad the images")
         self.model, self.sizes = model, [sides] * len(images)
-        with torch.inference_mode(False):
-            self.images = images.clone()  # writable both inside and outside of inference mode
-        with (
-            torch.cuda.device(images.device),
-            _without_autocast_cache(),
-            _compiled(model) if compiled else nullcontext(),
-        ):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UP_CALLS):
-                    self._run()
-            torch.cuda.current_stream().wait_stream(stream)
-            self.graph = torch.cuda.CUDAGraph()
-            with capture_graph(self.graph):
-                self.out = self._run()
+        with _compiled(model) if compiled else nullcontext():
+            self.recording = Recording(self._run, [images])
 
     def __call__(self, images: Tensor, sizes: Sizes | None = None) -> Tensor | list[Target]:
         """Logits, which the next call overwrites; or detections, scaled to `sizes` if given."""
-        if images.shape != self.images.shape:
+        captured = self.recording.inputs[0].shape
+        if images.shape != captured:
             raise ValueError(
-                f"captured for images {tuple(self.images.shape)}, got {tuple(images.shape)}; create a new GraphedModel"
+                f"captured for images {tuple(captured)}, got {tuple(images.shape)}; create a new GraphedModel"
             )
-        with torch.cuda.device(self.images.device):
-            self.images.copy_(images)
-            self.graph.replay()
+        out = self.recording.replay([images])
         if isinstance(self.model, Detector):
-            return self.model.postprocess(self.out, self.sizes, sizes)
-        return self.out
+            return self.model.postprocess(out, self.sizes, sizes)
+        return out
 
-    def _run(self) -> Any:
+    def _run(self, images: Tensor) -> Any:
         if isinstance(self.model, Detector):
-            return self.model.detect(ImageList(self.images, self.sizes))
-        return self.model(self.images)
+            return self.model.detect(ImageList(images, self.sizes))
+        return self.model(images)
 
 
 @contextmanager
@@ -88,15 +71,3 @@ def _compiled(model: Segmenter | Detector) -> Iterator[None]:
         yield
     finally:
         del model.decode  # copies of the model would keep using the weights of this one
-
-
-@contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Disable autocast's cache of cast weights: they would be freed before the graph is replayed."""
-    before = torch.is_autocast_cache_enabled()
-    torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)

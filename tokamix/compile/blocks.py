@@ -1,29 +1,12 @@
-"""Regional compilation, where each kind of block is compiled once instead of the whole network; CUDA graphs."""
+"""Regional compilation: each kind of block is compiled once instead of the whole network."""
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain
-from typing import Any
 
 import torch
 from timm.layers import DropPath
 from torch import Tensor, nn
 
 MAX_BLOCK_KINDS = 64
-
-
-@contextmanager
-def capture_graph(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
-    """`torch.cuda.graph` without garbage collection: freeing another graph meanwhile would make the capture fail."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.cuda.graph(graph, **options):
-            yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def compile_blocks(model: nn.Module, graphs: bool, dynamic: bool | None = False, step: nn.Module | None = None) -> None:
