@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import numpy as np
 import pytest
@@ -25,16 +26,21 @@ from tokamix.study.speed import measure_arm
 from tokamix.study.worker import train_job
 
 WORKER = """
-import json, sys, time
-job = json.loads(open(sys.argv[1]).read())
-if job["arm"] == "sima" and "sima fails" in job["source"]:
-    sys.exit("no such kernel")
-if job["arm"] == "sima" and "sima waits" in job["source"]:
-    time.sleep(60)
-score = 50 + job["seed"] / 10 + (job["arm"] == "sima")
-row = {"status": "finished", "score": score, "metrics": json.dumps({"top1": score}), "seconds": 1.0}
-row |= {"images_per_second": 9.0, "train_seconds": 1.0, "settings": json.dumps(job["settings"]), "epochs": 2}
-open(sys.argv[2], "w").write(json.dumps(row))
+import json, os, sys, time
+for number, line in enumerate(iter(sys.stdin.readline, "")):
+    job = json.loads(open(line.strip()).read())
+    if job["arm"] == "sima" and "sima fails" in job["source"]:
+        sys.exit("no such kernel")
+    if number and "second runs fail" in job["source"]:
+        sys.exit("out of memory")
+    if job["arm"] == "sima" and "sima waits" in job["source"]:
+        time.sleep(60)
+    score = 50 + job["seed"] / 10 + (job["arm"] == "sima")
+    row = {"status": "finished", "score": score, "metrics": json.dumps({"top1": score}), "seconds": 1.0}
+    row |= {"images_per_second": 9.0, "train_seconds": 1.0, "settings": json.dumps(job["settings"]), "epochs": 2}
+    row["torch"] = str(os.getpid())
+    open(job["result"] + ".part", "w").write(json.dumps(row))
+    os.rename(job["result"] + ".part", job["result"])
 """
 
 
@@ -46,7 +52,7 @@ def fake_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(module: str, arguments: list[str], log: Path, runs: Path, mps: bool) -> Process:
         with log.open("wb") as file:
             command = [sys.executable, "-S", "-c", WORKER, *arguments]
-            return Process(command, stdout=file, stderr=file, start_new_session=True)
+            return Process(command, stdin=PIPE, stdout=file, stderr=file, start_new_session=True)
 
     monkeypatch.setattr(run_module, "start_process", start)
 

@@ -16,7 +16,7 @@ TOY: dict[str, Any] = {
     "holdout": 20,
     "looks": [3, 5],
     "tune": {"lr": [0.5, 1, 2], "set": {"epochs": 1}},
-    "sizes": [8],
+    "sizes": {8: {}},
     "run_minutes": 2.0,
     "bases": {
         "toy": {

@@ -17,7 +17,7 @@ def study(
         list[str] | None,
         typer.Option(help="NAME=SOURCE: where a data set of the study is, as for `tokamix train`; repeatable."),
     ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time. Default: 4 on a GPU, 1 on a CPU.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time. Default: 8 on a GPU, 1 on a CPU.")] = None,
     deadline: Annotated[
         float | None, typer.Option(min=1, help="Stop after this many seconds; running trainings save their state.")
     ] = None,
@@ -59,15 +59,15 @@ def study(
             draw_figure(chosen, figure, output, body)
             console.print(f"wrote {figure}", soft_wrap=True)
         elif plan:
-            _print_plan(name, output, only)
+            _print_plan(name, output, only, jobs)
         elif speed:
             from tokamix.study.speed import measure_speeds
 
-            measure_speeds(chosen, output, runs, device, deadline, _say)
+            measure_speeds(chosen, output, runs, device=device, deadline=deadline, only=only, say=_say)
         elif page is None:
             options = {"jobs": jobs, "mps": mps, "device": device, "deadline": deadline, "only": only, "say": _say}
             run_study(chosen, dict(map(_parse_source, data or ())), output, runs, **options)  # type: ignore[arg-type]
-            _print_plan(name, output, only)
+            _print_plan(name, output, only, jobs)
 
 
 def _say(line: str) -> None:
@@ -83,32 +83,39 @@ def _parse_source(text: str) -> tuple[str, str]:
 
 def _list_studies(output: Path) -> None:
     from tokamix.study import list_studies, load_study
-    from tokamix.study.rows import read_rows
+    from tokamix.study.cost import expected_costs
+    from tokamix.study.rows import read_all_rows, read_rows
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("study", "arms", "rows", "estimated GPU minutes", "about"):
+    for title in ("study", "arms", "rows", "GPU minutes left", "about"):
         table.add_column(title)
     for name in list_studies():
         study = load_study(name)
-        least, most = study.minutes
+        speeds = read_rows(output / f"{name}_speed.csv")
+        least, most = (cost.minutes for cost in expected_costs(study, read_all_rows(output, name), speeds))
         rows = len(read_rows(output / f"{name}.csv"))
         table.add_row(name, str(len(study.arms)), str(rows), f"{least:.0f} to {most:.0f}", study.title)
     console.print(table)
 
 
-def _print_plan(name: str, output: Path, only: str) -> None:
+def _print_plan(name: str, output: Path, only: str, jobs: int | None) -> None:
     from tokamix.study import load_study
-    from tokamix.study.plan import list_jobs, verdicts
+    from tokamix.study.cost import JOBS, expected_costs
+    from tokamix.study.plan import list_jobs, resolution, verdicts
     from tokamix.study.rows import read_all_rows, read_rows
 
     study = load_study(name)
     rows, speeds = read_all_rows(output, study.name), read_rows(output / f"{study.name}_speed.csv")
-    jobs = list_jobs(study, rows, speeds, only)
-    for job in jobs:
+    for job in list_jobs(study, rows, speeds, only):
         factor = f" lr x {job.lr_factor:g}" if job.phase == "tune" else ""
-        _say(f"left: {job.phase} {job.arm} seed {job.seed}{factor}, about {job.minutes:.1f} min")
-    minutes = sum(job.minutes for job in jobs)
-    _say(f"{study.name}: {len(jobs)} runs can start, about {minutes:.0f} GPU minutes")
+        _say(f"can start: {job.phase} {job.arm} seed {job.seed}{factor}")
+    processes = jobs or JOBS
+    costs = expected_costs(study, rows, speeds, only, processes)
+    for cost, text in zip(costs, ("with the seeds wanted now", "if every claim needs all seeds"), strict=True):
+        work = f"{cost.gpu_minutes:.1f} minutes of work for an H200"
+        _say(f"left: {cost.runs} runs, {work}, {cost.minutes:.1f} with {processes} at a time, {text}")
+    if line := resolution(study):
+        _say(line)
     for verdict in verdicts(study, rows, speeds):
         ours = f" {verdict.estimate.value:+.2f} ± {verdict.estimate.interval():.2f}" if verdict.estimate else ""
         _say(f"{verdict.claim.claim}: printed {verdict.claim.printed}, ours{ours or ' -'}: {verdict.text}")

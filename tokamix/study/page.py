@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from tokamix.study.cost import expected_costs
 from tokamix.study.plan import (
     FAILS,
     HOLDS,
@@ -11,6 +12,7 @@ from tokamix.study.plan import (
     RUNNING,
     Verdict,
     final_rows,
+    resolution,
     train_speed,
     tuned_factor,
     verdicts,
@@ -52,12 +54,12 @@ def render_page(results: str | Path = "results/studies", studies: Sequence[str |
         if own and any(final_rows(study, arm, rows, speeds) for arm in study.arms):
             parts.append(render_study(study, rows, speeds, own))
         else:
-            least, most = study.minutes
+            least, most = (round(cost.minutes) for cost in expected_costs(study, rows, speeds))
             claims = f", {len(study.claims)} claims" if study.claims else ""
-            cost = f"{least:.0f}" if round(least) == round(most) else f"{least:.0f} to {most:.0f}"
-            waiting.append(
-                f"- `{study.name}`: {study.title} ({len(study.arms)} arms{claims}; estimated {cost} GPU minutes)"
-            )
+            cost = f"{least}" if least == most else f"{least} to {most}"
+            text = f"{len(study.arms)} arms{claims}; estimated {cost} GPU minutes"
+            seeds = f". {line}." if (line := resolution(study)) else ""
+            waiting.append(f"- `{study.name}`: {study.title} ({text}){seeds}")
     if features := read_rows(Path(results).parent / "dino_imagenette.csv"):
         parts.append(render_dino(features))
     if waiting:
@@ -69,7 +71,8 @@ def render_study(study: Study, rows: Sequence[Row], speeds: Sequence[Row], own: 
     """The section of one study; `own` are the rows of its own file, `rows` may have those of others too."""
     used = [row for arm in study.arms for row in final_rows(study, arm, rows, speeds)]
     commits, gpus = (sorted({row[key] for row in used if row[key]}) for key in ("commit", "gpu"))
-    lines = [f"## {study.title}", "", f"`tokamix study {study.name}`. {study.protocol.strip()}", ""]
+    scale = f" {line}." if (line := resolution(study)) else ""
+    lines = [f"## {study.title}", "", f"`tokamix study {study.name}`. {study.protocol.strip()}{scale}", ""]
     lines += [
         f"{len(own)} runs, {gpu_minutes(own):.0f} GPU minutes on {', '.join(gpus)}; commit {', '.join(commits)}.",
         "",

@@ -5,13 +5,14 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 from tokamix.recipes import create_recipe
 from tokamix.recipes.schema import default_of
 from tokamix.study.rows import Key, Row, key_of, score_of
 from tokamix.study.schema import DIVERGES, Arm, Claim, Study, merge_settings
-from tokamix.study.statistics import Estimate, alpha_of_looks, contrast, holm
+from tokamix.study.statistics import Estimate, alpha_of_looks, contrast, detectable, holm
 
 TUNING_SEED, FIRST_SEED = 0, 10
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not resolvable at this scale"
@@ -170,6 +171,19 @@ def verdicts(study: Study, rows: Sequence[Row], speeds: Sequence[Row] = ()) -> l
     return [_verdict(study, claim, samples, decided.get(i)) for i, claim in enumerate(study.claims)]
 
 
+def resolution(study: Study) -> str:
+    """What the seeds of a study can resolve, in words; empty if the spread between seeds is not known."""
+    if not study.sigma or study.looks[-1] < 2:
+        return ""
+    last = alpha_of_looks(study.looks)[-1]
+    single, first = (detectable(study.sigma, study.looks[-1], last / n) for n in (1, max(1, len(study.claims))))
+    holm_text = f"; {first:.1f} if it is the first of {len(study.claims)} claims" if len(study.claims) > 1 else ""
+    return (
+        f"{study.looks[-1]} seeds of each arm resolve a difference of {single:.1f} points{holm_text} (power 80 %, standard"
+        f" deviation between seeds {study.sigma:g})"
+    )
+
+
 def _verdict(study: Study, claim: Claim, samples: dict[str, list[Row]], decided: str | None) -> Verdict:
     own = [samples[arm] for arm in claim.arms]
     counts = {arm: len(samples[arm]) for arm in claim.arms}
@@ -215,7 +229,8 @@ def _create_job(
     study: Study, arm: Arm, seed: int, phase: str, settings: dict[str, Any], factor: float | None, minutes: float
 ) -> Job:
     holdout = study.holdout if phase == "tune" else 0
-    what = {"settings": changed_settings(settings), "data": arm.data, "holdout": holdout, "images": arm.images}
+    changed = json.loads(_changed_settings(json.dumps(settings, sort_keys=True)))
+    what = {"settings": changed, "data": arm.data, "holdout": holdout, "images": arm.images}
     digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:10]
     full = {**settings, "seed": seed, "name": arm.name}
     probes = arm.probes if phase == "final" else ()
@@ -227,6 +242,12 @@ def changed_settings(settings: dict[str, Any]) -> dict[str, Any]:
     recipe = create_recipe({"name": "", **settings})
     unused = ("name", "seed", "source", "data")  # do not change a run, apart from the seed, which is part of its key
     return {k: v for k, v in recipe.to_dict().items() if k not in unused and v != _plain(default_of(type(recipe), k))}
+
+
+@cache
+def _changed_settings(settings: str) -> str:
+    """The same as JSON, once for each settings: a study asks for those of all its arms after each run."""
+    return json.dumps(changed_settings(json.loads(settings)), sort_keys=True)
 
 
 def _plain(value: Any) -> Any:

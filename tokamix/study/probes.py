@@ -13,6 +13,7 @@ from tokamix.inference import load_model
 from tokamix.train import RunResult
 
 ROBUSTNESS = ("occlusion", "fgsm")
+EPSILONS = (2.0,)  # in 1/255: the one that claims are about
 ENTROPY_IMAGES = 500
 
 
@@ -23,7 +24,8 @@ def measure_probes(run: RunResult, data: DatasetSplits, probes: list[str], devic
     """
     metrics: dict[str, float] = {}
     if tests := [probe for probe in probes if probe in ROBUSTNESS]:
-        (model,) = evaluate_robustness(run.folder, data, tests=tests, device=device, batch_size=500).models
+        options: Any = {"tests": tests, "epsilons": EPSILONS, "device": device, "batch_size": 500}
+        (model,) = evaluate_robustness(run.folder, data, **options).models
         metrics |= {f"{c.test}_{c.level:g}": model.accuracy(c) for c in model.scores if c.test in ROBUSTNESS}
     if "attention_entropy" in probes:
         metrics["attention_entropy"] = _mean_entropy(run, data, device)

@@ -49,10 +49,21 @@ def stop_mps(runs: Path) -> None:
 
 
 def start_process(module: str, arguments: list[str], log: Path, runs: Path, mps: bool) -> Process:
-    """Start `python -m module ...`; its output goes to `log`."""
+    """Start `python -m module ...`; its output goes to `log`, its input comes from `send`."""
     with log.open("wb") as file:
-        command = [sys.executable, "-m", module, *arguments]
-        return subprocess.Popen(command, env=environment(runs, mps), stdout=file, stderr=file, start_new_session=True)
+        options: Any = {"stdin": subprocess.PIPE, "stdout": file, "stderr": file, "start_new_session": True}
+        return subprocess.Popen([sys.executable, "-m", module, *arguments], env=environment(runs, mps), **options)
+
+
+def send(process: Process, line: str | None) -> None:
+    """Write a line to a process; None ends its input, after which it exits. One that has died is noticed elsewhere."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        if line is None:
+            process.stdin.close()
+        else:
+            process.stdin.write(f"{line}\n".encode())
+            process.stdin.flush()
 
 
 def stop_processes(processes: list[Process], seconds: float = 20) -> None:

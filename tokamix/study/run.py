@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,13 +15,13 @@ from typing import Any
 
 from tokamix.data.create import normalize_source
 from tokamix.files import write_json
+from tokamix.study.cost import JOBS
 from tokamix.study.data import decode_once
 from tokamix.study.plan import Job, list_jobs
-from tokamix.study.processes import ROOT, Process, start_mps, start_process, stop_mps, stop_processes
+from tokamix.study.processes import ROOT, Process, send, start_mps, start_process, stop_mps, stop_processes
 from tokamix.study.rows import Key, Row, read_all_rows, read_rows, write_row
 from tokamix.study.schema import Study, load_study
 
-JOBS = 4  # runs at a time on a GPU: 1.3 times the images per second of one alone, measured on an H200
 Say = Callable[[str], object]
 
 
@@ -36,6 +36,7 @@ def run_study(
     device: str | None = None,
     deadline: float | None = None,
     only: str = "*",
+    reuse: bool = True,
     say: Say = print,
 ) -> list[Row]:
     """Train the runs that a study still lacks, and return all rows. If it is stopped, the same call resumes it.
@@ -45,16 +46,17 @@ def run_study(
         sources: data sets that replace the study's, by name, such as {"cifar100": "a_train.npz,a_test.npz"}.
         output: folder of NAME.csv, to which each finished run is appended.
         runs: folder for the runs; default: runs/studies/NAME. Stopped runs resume from it.
-        jobs: runs at a time; default: 4 on a GPU, 1 on a CPU.
+        jobs: runs at a time; default: 8 on a GPU, 1 on a CPU.
         mps: use NVIDIA's multi-process service for several runs on a GPU.
         device: "cuda" or "cpu"; default: a GPU if there is one.
         deadline: seconds after which running trainings are stopped, with their state saved.
         only: a pattern of arms, such as "column_*".
+        reuse: runs of an arm follow each other in one process, which starts and compiles once.
         say: called with a line of text for each event.
     """
     begun = time.monotonic()
     study = study if isinstance(study, Study) else load_study(study)
-    pack = _Pack(study, Path(output), Path(runs or f"runs/studies/{study.name}"), device, only, say)
+    pack = _Pack(study, Path(output), Path(runs or f"runs/studies/{study.name}"), device, only, reuse, say)
     pack.decode(sources or {})
     count = jobs or (JOBS if pack.has_gpu else 1)
     if mps := mps and pack.has_gpu and count > 1:
@@ -66,7 +68,7 @@ def run_study(
         with _stop_on_signal():
             pack.run(count, mps, begun + deadline if deadline else None)
     finally:
-        stop_processes([process for process, _ in pack.running.values()])
+        pack.stop()
         if mps:
             stop_mps(pack.runs)
     return pack.rows
@@ -75,11 +77,16 @@ def run_study(
 class _Pack:
     """The running trainings of a study."""
 
-    def __init__(self, study: Study, output: Path, runs: Path, device: str | None, only: str, say: Say) -> None:
+    def __init__(
+        self, study: Study, output: Path, runs: Path, device: str | None, only: str, reuse: bool, say: Say
+    ) -> None:
         self.study, self.runs, self.device, self.only, self.say = study, runs, device, only, say
+        self.reuse = reuse
         self.path, self.speed_path = output / f"{study.name}.csv", output / f"{study.name}_speed.csv"
         self.rows, self.speeds = read_all_rows(output, study.name), read_rows(self.speed_path)
-        self.running: dict[Key, tuple[Process, Job]] = {}
+        self.busy: dict[Key, tuple[Process, Job]] = {}
+        self.idle: list[Process] = []  # on their way out
+        self.used: set[int] = set()  # processes with a second run
         self.failed: set[Key] = set()
         self.retried: set[Key] = set()
         self.commit = current_commit()
@@ -103,63 +110,106 @@ class _Pack:
     def run(self, count: int, mps: bool, deadline: float | None) -> None:
         """Keep `count` runs going until none is left or the deadline is reached."""
         self.count, self.mps = count, mps
+        # results of a study that was killed before it could write their rows
+        while left := [job for job in self._waiting() if self._files(job)[1].exists()]:
+            for job in left:
+                self._record(job)
         waiting = self._waiting()
-        while (waiting or self.running) and not (deadline and time.monotonic() > deadline):
-            while waiting and len(self.running) < self.count:
-                self._start(waiting.pop(0))
-            finished = [key for key, (process, _) in self.running.items() if process.poll() is not None]
+        while (waiting or self.busy) and not (deadline and time.monotonic() > deadline):
+            while waiting and len(self.busy) < self.count:
+                job = next_job(waiting, [job.arm for _, job in self.busy.values()])
+                waiting.remove(job)
+                self._start(job)
+            finished = [key for key, (process, job) in self.busy.items() if self._has_ended(process, job)]
             for key in finished:
-                self._finish(*self.running.pop(key))
-            if finished:
-                waiting = self._waiting()
-            else:
+                waiting = self._finish(*self.busy.pop(key))
+            if not finished:
                 time.sleep(0.05)
-        for _, job in self.running.values():
+        for _, job in self.busy.values():
             self.say(f"stopped {job.arm} {job.seed}; the same command resumes it")
+
+    def stop(self) -> None:
+        """Stop every process; runs save their state."""
+        stop_processes([*self.idle, *(process for process, _ in self.busy.values())])
 
     def _waiting(self) -> list[Job]:
         jobs = list_jobs(self.study, self.rows, self.speeds, self.only)
-        return [job for job in jobs if job.key not in self.running and job.key not in self.failed]
+        return [job for job in jobs if job.key not in self.busy and job.key not in self.failed]
 
     def _files(self, job: Job) -> tuple[Path, Path, Path]:
         base = self.runs / "results" / job.name
         return base.with_suffix(".job"), base.with_suffix(".json"), base.with_suffix(".log")
 
-    def _start(self, job: Job) -> None:
-        description, result, log = self._files(job)
-        folder = str(self.runs / job.name)
-        more = {"source": self.sources[job.data], "folder": folder, "device": self.device}
-        write_json(description, asdict(job) | more)
-        arguments = [str(description), str(result)]
-        process = start_process("tokamix.study.worker", arguments, log, self.runs, self.mps)
-        self.running[job.key] = process, job
+    def _has_ended(self, process: Process, job: Job) -> bool:
+        return process.poll() is not None or self._files(job)[1].exists()
 
-    def _finish(self, process: Process, job: Job) -> None:
+    def _start(self, job: Job) -> None:
+        """Start a process with its first run."""
+        log = self._files(job)[2]
+        self._send(job, start_process("tokamix.study.worker", [], log, self.runs, self.mps))
+
+    def _send(self, job: Job, process: Process) -> None:
+        description, result, _ = self._files(job)
+        more = {"source": self.sources[job.data], "folder": str(self.runs / job.name), "device": self.device}
+        write_json(description, asdict(job) | more | {"result": str(result)})
+        self.busy[job.key] = process, job
+        send(process, str(description))
+
+    def _finish(self, process: Process, job: Job) -> list[Job]:
+        """Record a run that has ended, give its process another one of the same arm, and return the runs left."""
+        if not self._files(job)[1].exists():
+            self._fail(process, job)
+            return self._waiting()
+        self._record(job)
+        waiting = self._waiting()
+        following = next((other for other in waiting if other.arm == job.arm), None) if self.reuse else None
+        if following is not None and process.poll() is None:
+            waiting.remove(following)
+            self.used.add(process.pid)
+            self._send(following, process)
+        else:
+            send(process, None)
+            self.idle.append(process)
+        return waiting
+
+    def _fail(self, process: Process, job: Job) -> None:
+        """Report a process that ended without a result; the run is tried again if the cause may not be its own."""
         stop_processes([process])  # its children
-        _, result, log = self._files(job)
-        if result.exists():
-            self._record(job, json.loads(result.read_text()))
-            result.unlink()
-            return
-        text = log.read_text(errors="replace")
-        if self.mps and job.key not in self.retried and "CUDA" in text[-3000:]:
+        log = self._files(job)[2]
+        text = log.read_text(errors="replace") if log.exists() else ""
+        if process.pid in self.used:
+            self.say(f"{job.arm} {job.seed} failed after another run in its process; trying again in one of its own")
+            self.used.discard(process.pid)
+        elif self.mps and job.key not in self.retried and "CUDA" in text[-3000:]:
             self.say(f"{text[-1000:]}\n{job.arm} {job.seed} failed under MPS; trying again without it")
             self.mps = False
             self.retried.add(job.key)
-            return
-        self.failed.add(job.key)
-        self.say(f"{text[-2000:]}\nFAILED {job.arm} {job.seed}; its log is {log}")
+        else:
+            self.failed.add(job.key)
+            self.say(f"{text[-2000:]}\nFAILED {job.arm} {job.seed}; its log is {log}")
 
-    def _record(self, job: Job, row: Row) -> None:
+    def _record(self, job: Job) -> None:
+        result = self._files(job)[1]
+        row: Row = json.loads(result.read_text())
         row |= {key: getattr(job, key) for key in ("arm", "seed", "phase", "lr_factor", "data", "holdout")}
         row |= {"settings_hash": job.settings_hash, "commit": self.commit, "processes": self.count, "mps": self.mps}
         write_row(self.path, row)
+        result.unlink()
         # as read from the file
         self.rows.append({key: "" if value is None else str(value) for key, value in row.items()})
         score = f"{row['score']:.2f} %" if row["status"] == "finished" else row["status"]
         speed = f", {row['images_per_second']:,.0f} images/s" if row["status"] == "finished" else ""
         factor = f" lr x {job.lr_factor:g}" if job.phase == "tune" else ""
         self.say(f"{job.phase} {job.arm} {job.seed}{factor}: {score} in {row['seconds']:.0f} s{speed}")
+
+
+def next_job(waiting: Sequence[Job], arms: Sequence[str]) -> Job:
+    """The run to start in a new process while runs of `arms` are in work.
+
+    Arms without a process come first, so that two processes do not compile the same code at once; then tuning, on which
+    other runs wait; then the longest runs, so that none is left for the end.
+    """
+    return min(waiting, key=lambda job: (arms.count(job.arm), job.phase != "tune", -job.minutes))
 
 
 @contextmanager

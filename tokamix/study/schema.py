@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from tokamix.recipes.schema import nearest
 FOLDER = Path(__file__).parent / "studies"
 DIVERGES = "diverges"
 PROBES = ("occlusion", "fgsm", "attention_entropy")  # see probes.py
+IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "imagenette": 9_469}  # training images of data sets, by name
 Settings = dict[str, Any]
 
 
@@ -77,7 +78,7 @@ class Arm:
         tuned: whether the learning rate is tuned.
         equal_time: the arm whose training time it gets: its epochs are scaled by the measured throughput.
         probes: further measurements of the last weights: "occlusion", "fgsm", "attention_entropy".
-        minutes: estimated GPU minutes of a run.
+        minutes: estimated GPU minutes of a run that shares the GPU; from `images_per_second` of all runs together.
     """
 
     name: str
@@ -105,7 +106,8 @@ class Study:
         holdout: images held out of the training set for tuning.
         tune: {lr: [factors on each arm's learning rate], set: {settings}}; None: nothing is tuned.
         metric: the metric of the last weights, averaged if EMA is on; "score" for the one of each arm's task.
-        sizes: image sides at which the arms' speed is measured.
+        sigma: standard deviation between seeds that is expected, in points of the metric; 0: unknown.
+        sizes: image sides at which the arms' speed is measured, each with changes of the model's arguments.
         order: of the study in docs/claims.md.
     """
 
@@ -119,24 +121,9 @@ class Study:
     holdout: int = 0
     tune: Settings | None = None
     metric: str = "top1"
-    sizes: tuple[int, ...] = ()
+    sigma: float = 0.0
+    sizes: dict[int, Settings] = field(default_factory=dict)
     order: int = 99
-
-    @property
-    def minutes(self) -> tuple[float, float]:
-        """Estimated GPU minutes of all runs: with the first look only, and with every look for arms of claims."""
-        tuning, claimed = len(self.tune["lr"]) if self.tune else 0, {arm for claim in self.claims for arm in claim.arms}
-        least = most = 0.0
-        for arm in self.arms.values():
-            length = arm.settings.get("epochs") or 1
-            share = (
-                self.tune["set"].get("epochs", length) / length
-                if self.tune and arm.tuned and not arm.equal_time
-                else 0.0
-            )
-            least += arm.minutes * (self.looks[0] + tuning * share)
-            most += arm.minutes * (self.looks[-1 if arm.name in claimed else 0] + tuning * share)
-        return least, most
 
 
 def list_studies() -> list[str]:
@@ -166,13 +153,16 @@ def create_study(name: str, values: Any) -> Study:
     values = dict(values)
     bases = yaml.load((FOLDER / "_bases.yaml").read_text(), Loader) | values.pop("bases", {})
     arms = values.pop("arms", {})
-    minutes = values.pop("run_minutes", 0.0)
+    minutes, speed = values.pop("run_minutes", 0.0), values.pop("images_per_second", None)
     _check_keys(Study, f"study {name}", values | {"name": name, "arms": arms})
     if not isinstance(arms, dict) or not arms:
         raise ValueError(f"study {name}: arms is {arms!r}, but must be a mapping of names to their settings")
-    created = {arm: _create_arm(name, arm, given or {}, bases, values["data"], minutes) for arm, given in arms.items()}
+    estimate = {"minutes": minutes, "images_per_second": speed}
+    created = {
+        arm: _create_arm(name, arm, {**estimate, **(given or {})}, bases, values["data"]) for arm, given in arms.items()
+    }
     claims = tuple(_create_claim(name, given, created) for given in values.pop("claims", ()))
-    values |= {key: tuple(values[key]) for key in ("looks", "sizes") if key in values}
+    values |= {key: tuple(values[key]) for key in ("looks",) if key in values}
     study = Study(name=name, arms=created, claims=claims, **values)
     _check_study(study)
     return study
@@ -187,6 +177,8 @@ def merge_settings(settings: Settings, changes: Settings) -> Settings:
 
 def _check_study(study: Study) -> None:
     where = f"study {study.name}"
+    if not isinstance(study.sizes, dict) or any(not isinstance(size, int) for size in study.sizes):
+        raise ValueError(f"{where}: sizes is {study.sizes!r}, but must map image sides to changes, such as 224: {{}}")
     if not study.looks or any(b <= a for a, b in pairwise((0, *study.looks))):
         raise ValueError(f"{where}: looks is {list(study.looks)}, but must be rising numbers of seeds, such as [3, 5]")
     if study.tune is not None:
@@ -201,9 +193,10 @@ def _check_study(study: Study) -> None:
             raise ValueError(f"{where}: arm {arm.name} needs measured throughputs; set sizes")
 
 
-def _create_arm(study: str, name: str, given: Settings, bases: Settings, data: Settings, minutes: float) -> Arm:
+def _create_arm(study: str, name: str, given: Settings, bases: Settings, data: Settings) -> Arm:
     where = f"study {study}: arm {name}"
     known = {"use", "set", "recipe", "data", "images", "tuned", "equal_time", "probes", "minutes"}
+    known.add("images_per_second")
     if not re.fullmatch(r"\w+", name):
         raise ValueError(f"{where}: a name has letters, digits and underscores only")
     if unknown := [key for key in given if key not in known]:
@@ -229,7 +222,15 @@ def _create_arm(study: str, name: str, given: Settings, bases: Settings, data: S
     if unknown := [probe for probe in given.get("probes", ()) if probe not in PROBES]:
         raise ValueError(f"{where}: there is no probe {unknown[0]!r}; choose from {', '.join(PROBES)}")
     probes = tuple(given.get("probes", ()))
-    return Arm(name, settings, source, minutes=given.get("minutes", minutes), probes=probes, **rest)
+    arm = Arm(name, settings, source, minutes=given["minutes"], probes=probes, **rest)
+    if (speed := given["images_per_second"]) and (images := train_images(arm)):
+        return replace(arm, minutes=settings["epochs"] * images / speed / 60)
+    return arm
+
+
+def train_images(arm: Arm) -> int | None:
+    """Training images of an arm; None for data that is not known here."""
+    return arm.images or IMAGES.get(arm.data)
 
 
 def _create_claim(study: str, given: Settings, arms: Mapping[str, Arm]) -> Claim:

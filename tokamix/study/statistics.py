@@ -63,6 +63,24 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
+def detectable(sigma: float, n: int, alpha: float = ALPHA, power: float = 0.8) -> float:
+    """The smallest difference of two arms that a two-sided t-test finds with this power, from n runs of each.
+
+    Args:
+        sigma: standard deviation between the runs of an arm.
+        n: runs of each arm; at least 2.
+        alpha: significance level.
+        power: probability to find the difference.
+    """
+    scipy, freedom = _scipy(), 2 * n - 2
+    limit = float(scipy.t.isf(alpha / 2, freedom))
+    low, high = 0.0, 50.0  # in standard errors
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if scipy.nct.sf(limit, freedom, middle) >= power else (middle, high)
+    return high * sigma * math.sqrt(2 / n)
+
+
 def alpha_of_looks(looks: Sequence[int], alpha: float = ALPHA) -> list[float]:
     """The significance level of each look at the growing number of seeds, whose sum is alpha.
 

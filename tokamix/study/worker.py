@@ -1,8 +1,18 @@
-"""One run of a study, in its own process: `python -m tokamix.study.worker JOB.json RESULT.json`."""
+"""Runs of a study in one process, which share compiled code: `python -m tokamix.study.worker`.
 
+The names of job files come in on standard input, one after the other. If the input ends during a run, the study has
+been killed: the run saves its state and stops, so that a restarted study can resume it.
+"""
+
+import gc
 import json
+import os
+import queue
+import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +76,32 @@ def curve(epochs: list[Row], metric: str) -> list[list[float]]:
     return points
 
 
+def work(read_line: Callable[[], str], stop: Callable[[], object]) -> None:
+    """Train the runs whose job files the lines name, until a line is empty; each row goes to the file its job names.
+
+    `stop` is called if the lines end while a run is in work.
+    """
+    waiting: queue.Queue[str] = queue.Queue()
+    in_work = threading.Event()
+
+    def listen() -> None:
+        for line in iter(read_line, ""):
+            waiting.put(line.strip())
+        if in_work.is_set() or not waiting.empty():
+            stop()
+        waiting.put("")
+
+    threading.Thread(target=listen, daemon=True).start()
+    while name := waiting.get():
+        in_work.set()
+        job: Row = json.loads(Path(name).read_text())
+        row = train_job(job)
+        gc.collect()  # the network's memory is free before the next one needs it
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        in_work.clear()
+        write_json(Path(job["result"]), row)
+
+
 if __name__ == "__main__":
-    job_path, result_path = map(Path, sys.argv[1:])
-    write_json(result_path, train_job(json.loads(job_path.read_text())))
+    work(sys.stdin.readline, lambda: os.kill(os.getpid(), signal.SIGTERM))
