@@ -1,5 +1,6 @@
 """Which runs are left, and the verdicts."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ from tests.study.toy import row_of, toy_study, tuned, with_runs
 from tokamix.data import ArrayDataset, DatasetSplits
 from tokamix.models import create_model
 from tokamix.recipes import load_recipe
+from tokamix.study.cost import EVALUATION, expected_costs, measured_seconds, network_key
 from tokamix.study.page import render_page, render_study
-from tokamix.study.plan import FAILS, HOLDS, MISSING, OPEN, RUNNING, list_jobs, verdicts
+from tokamix.study.plan import FAILS, HOLDS, MISSING, OPEN, RUNNING, list_jobs, resolution, verdicts
 from tokamix.study.rows import gpu_minutes, write_row
 from tokamix.study.schema import list_studies, load_study
 from tokamix.train.setup.choose import choose_recipe
@@ -147,6 +149,7 @@ def test_divergence_is_a_result() -> None:
         ({"arms": {"a": {"use": ["toy"], "seeds": 3}}}, r"arm a: there is no key 'seeds'"),
         ({"arms": {"a b": {"use": ["toy"]}}}, r"letters, digits and underscores"),
         ({"looks": [3, 3]}, r"must be rising numbers of seeds"),
+        ({"sizes": [8]}, r"sizes is \[8\], but must map image sides to changes"),
         ({"holdout": 0}, r"tuning needs images that are held out"),
         ({"claims": [claim(holds={"above": 0}, arms={"sima": 1})]}, r"must add up to 0"),
         ({"claims": [claim(holds={"over": 0})]}, r"must have above, below or both"),
@@ -181,8 +184,11 @@ def test_page(tmp_path) -> None:
 def test_studies_of_the_library(name: str) -> None:
     """Every study is valid and has an estimate of its cost."""
     study = load_study(name)
-    least, most = study.minutes
-    assert 0 < least <= most
+    least, most = expected_costs(study, [])
+    assert 0 < least.minutes <= most.minutes
+    if study.order <= 6:  # the studies of the papers' claims fit one slot on a GPU
+        assert most.minutes <= 25
+        assert resolution(study)
     assert list_jobs(study, [])
     for arm in study.arms.values():
         if arm.settings.get("task", "classify") == "classify" and not (arm.equal_time or arm.settings.get("finetune")):
@@ -201,11 +207,49 @@ def test_default_arms_are_what_train_chooses(count: int, side: int) -> None:
     assert {key: chosen[key] for key in arm.settings} == arm.settings
 
 
-def test_studies_share_their_baselines() -> None:
-    """Arms of the same settings are trained once for all studies."""
-    shared = {"fair_comparison": "column_softmax", "context_broadcasting": "softmax", "sima": "softmax"}
-    jobs = [list_jobs(load_study(name), [], only=arm)[0] for name, arm in shared.items()]
-    assert len({job.key for job in jobs}) == 1
+SHARED = [
+    ("column_softmax", ("context_broadcasting", "softmax"), ("sima", "softmax")),
+    ("column_softmax_cb", ("context_broadcasting", "cb")),
+    ("column_sima", ("sima", "sima")),
+    ("column_active_token", ("active_token", "axial")),
+    ("column_weight_mixing", ("weight_mixing", "softmax")),
+]
+
+
+@pytest.mark.parametrize(("arm", "others"), [(arm, others) for arm, *others in SHARED])
+def test_studies_share_their_runs(arm: str, others: list[tuple[str, str]]) -> None:
+    """Arms of the same settings are trained once for all studies: tuning, seeds and further measurements."""
+    fair = load_study("fair_comparison")
+    rows = with_runs(fair, tuned(fair), **{arm: [50.0, 50.1, 50.2]})
+    for study, name in others:
+        other = load_study(study)
+        assert [job.seed for job in list_jobs(other, rows, only=name)] == list(range(13, 10 + other.looks[0]))
+        assert set(other.arms[name].probes) <= set(fair.arms[arm].probes)
+
+
+def test_costs_follow_measured_throughput() -> None:
+    study = toy_study()
+    job = list_jobs(study, [])[0]
+    guessed, most = expected_costs(study, [])
+    assert (guessed.runs, most.runs) == (6 + 9, 6 + 13)
+    assert guessed.gpu_minutes == pytest.approx(EVALUATION * 2.0 * (9 + 6 / 2))
+    assert expected_costs(study, [], processes=1)[0].minutes > guessed.minutes
+    rows = tuned(study)
+    assert expected_costs(study, rows)[0].runs == 9
+    assert expected_costs(study, rows, only="softmax")[0].runs == 3
+    measured = row_of(job, 50.0) | {"settings": json.dumps(job.settings), "epochs": "2", "train_images": "60"}
+    seconds = measured_seconds([measured])  # 24 s of training in one of two processes, 120 images
+    assert seconds == {network_key(job.settings): pytest.approx(24 / 2 / 120)}
+    known = toy_study(data={"cifar100": "x"})
+    assert expected_costs(known, [measured], only="softmax")[0].gpu_minutes == pytest.approx(
+        EVALUATION * 2 * 50_000 * 0.1 / 60 * (3 + 3 / 2)
+    )
+
+
+def test_resolution_in_words() -> None:
+    assert resolution(toy_study()) == ""
+    assert resolution(toy_study(sigma=0.3)).startswith("5 seeds of each arm resolve a difference of 0.6 points (power")
+    assert "0.6 points" in render_page("no results", [toy_study(sigma=0.3)])
 
 
 def test_page_of_the_repository_is_current() -> None:

@@ -3,27 +3,36 @@
 import json
 import math
 import sys
+import threading
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from subprocess import PIPE
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from safetensors.torch import load_file
 
 from tests.command import call
-from tests.study.toy import toy_study, tuned, with_runs
+from tests.study.toy import row_of, toy_study, tuned, with_runs
 from tests.train.tiny import tiny_data
 from tokamix.models import create_body
 from tokamix.recipes import create_recipe
 from tokamix.study import run as run_module
+from tokamix.study import worker
 from tokamix.study.data import decode_once, draw_balanced, load_splits
 from tokamix.study.figure import draw_figure
-from tokamix.study.plan import list_jobs
+from tokamix.study.plan import final_job, list_jobs
 from tokamix.study.processes import Process
-from tokamix.study.rows import read_rows, write_row
-from tokamix.study.run import run_study
-from tokamix.study.speed import measure_arm
-from tokamix.study.worker import train_job
+from tokamix.study.rows import SPEED_COLUMNS, read_rows, write_row
+from tokamix.study.run import next_job, run_study
+from tokamix.study.schema import Study
+from tokamix.study.speed import prepare
+from tokamix.study.worker import train_job, work
 
 WORKER = """
 import json, os, sys, time
@@ -69,9 +78,8 @@ def test_every_run_is_a_row_and_none_is_repeated(tmp_path: Path, fake_worker: No
     rows = read_rows(tmp_path / "out/toy.csv")
     assert len(rows) == 6 + 6
     assert [row["phase"] for row in rows].count("tune") == 6
-    assert {(row["arm"], row["seed"]) for row in rows[6:]} == {
-        (a, str(10 + i)) for a in ("sima", "softmax") for i in range(3)
-    }
+    final = {(row["arm"], row["seed"]) for row in rows if row["phase"] == "final"}
+    assert final == {(a, str(10 + i)) for a in ("sima", "softmax") for i in range(3)}
     assert {row["processes"] for row in rows} == {"3"}
     assert any(line.startswith("final sima 12: 52.20 % in 1 s") for line in lines)
     assert all(create_recipe(json.loads(row["settings"])) for row in rows)
@@ -91,6 +99,47 @@ def test_the_deadline_stops_what_runs(tmp_path: Path, fake_worker: None) -> None
     lines = run(tmp_path, "sima waits", jobs=2, deadline=1.5)
     assert {row["arm"] for row in read_rows(tmp_path / "out/toy.csv")} == {"softmax"}
     assert any("stopped sima 0; the same command resumes it" in line for line in lines)
+
+
+def test_runs_of_an_arm_share_a_process(tmp_path: Path, fake_worker: None) -> None:
+    run(tmp_path, jobs=2)
+    processes = {(row["arm"], row["torch"]) for row in read_rows(tmp_path / "out/toy.csv")}
+    assert len(processes) == 2  # one for each arm, tuning included
+    run(tmp_path / "apart", jobs=2, reuse=False)
+    rows = read_rows(tmp_path / "apart/out/toy.csv")
+    assert len({row["torch"] for row in rows}) == len(rows) == 12
+
+
+def test_a_run_that_fails_after_another_gets_a_process_of_its_own(tmp_path: Path, fake_worker: None) -> None:
+    lines = run(tmp_path, "second runs fail", jobs=2)
+    assert len(read_rows(tmp_path / "out/toy.csv")) == 12
+    assert any("trying again in one of its own" in line for line in lines)
+    assert not any("FAILED" in line for line in lines)
+
+
+def test_results_of_a_killed_study_become_rows(tmp_path: Path, fake_worker: None) -> None:
+    run(tmp_path, jobs=2)
+    path = tmp_path / "out/toy.csv"
+    (first, *_), job = read_rows(path), list_jobs(toy_study(looks=[3]), [])[0]
+    path.unlink()
+    result = {key: first[key] for key in ("status", "metrics", "settings")} | {"score": 99.0, "seconds": 1.0}
+    (tmp_path / f"runs/results/{job.name}.json").write_text(json.dumps(result | {"images_per_second": 9.0}))
+    run(tmp_path, jobs=2)
+    rows = read_rows(path)
+    assert len(rows) == 12
+    assert [row["score"] for row in rows if (int(row["seed"]), row["settings_hash"]) == job.key] == ["99.0"]
+
+
+def test_the_next_run_has_another_arm_then_is_tuning_then_long() -> None:
+    base = list_jobs(toy_study(), [])[0]
+    names = (("a", "tune", 1), ("b", "final", 1), ("b", "final", 5), ("c", "tune", 1))
+    jobs = [replace(base, arm=arm, phase=phase, minutes=minutes) for arm, phase, minutes in names]
+    order = []
+    for busy in ([], ["a"], ["a", "c"], ["a", "c", "b"]):
+        chosen = next_job(jobs, busy)
+        jobs.remove(chosen)
+        order.append((chosen.arm, chosen.minutes))
+    assert order == [("a", 1), ("c", 1), ("b", 5), ("b", 1)]
 
 
 def test_unknown_data(tmp_path: Path) -> None:
@@ -135,11 +184,65 @@ def test_worker(tmp_path: Path, stripes: str) -> None:
     assert (row["status"], row["metrics"]) == ("diverged", "{}")
 
 
+@pytest.fixture
+def jobs(tmp_path: Path, stripes: str) -> list[Path]:
+    """Files of two runs of one arm."""
+    paths = []
+    for i, job in enumerate(list_jobs(toy_study(), [])[:2]):
+        more = {"source": stripes, "folder": str(tmp_path / f"run{i}"), "device": "cpu"}
+        paths.append(tmp_path / f"{i}.job")
+        what = asdict(job) | more | {"result": str(tmp_path / f"{i}.json")}
+        paths[-1].write_text(json.dumps(what))
+    return paths
+
+
+def test_runs_in_one_process_equal_runs_alone(tmp_path: Path, jobs: list[Path]) -> None:
+    lines = iter([f"{path}\n" for path in jobs])
+    work(lambda: next(lines, ""), lambda: None)
+    second = load_file(tmp_path / "run1/model.safetensors")
+    alone = train_job(json.loads(jobs[1].read_text()) | {"folder": str(tmp_path / "alone")})
+    row = json.loads((tmp_path / "1.json").read_text())
+    assert (row["status"], row["score"]) == ("finished", alone["score"])
+    other = load_file(tmp_path / "alone/model.safetensors")
+    assert all(torch.equal(second[name], other[name]) for name in other)
+
+
+def test_a_run_stops_if_its_study_is_killed(jobs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the input during a run means that nobody waits for it; after a run it is the usual end."""
+    stopped, ended = threading.Event(), threading.Event()
+
+    def read_line() -> str:
+        ended.wait(5)
+        return ""
+
+    def train(job: dict[str, Any]) -> dict[str, Any]:
+        if "run0" in job["folder"]:
+            ended.set()
+            assert stopped.wait(5)
+        return {"status": "finished"}
+
+    monkeypatch.setattr(worker, "train_job", train)
+    lines = iter([f"{jobs[0]}\n"])
+    work(lambda: next(lines, None) or read_line(), stopped.set)
+    assert stopped.is_set()
+    stopped.clear()
+    lines = iter([f"{jobs[1]}\n"])
+    result = Path(json.loads(jobs[1].read_text())["result"])
+
+    def after_the_result() -> str:
+        while not result.exists():
+            time.sleep(0.01)
+        return ""
+
+    work(lambda: next(lines, None) or after_the_result(), stopped.set)
+    assert not stopped.is_set()
+
+
 def test_speed() -> None:
-    settings = {**list_jobs(toy_study(), [])[0].settings, "name": "softmax"}
-    train, infer = measure_arm(create_recipe(settings), [16], "cpu")
+    recipe = create_recipe({**list_jobs(toy_study(), [])[0].settings, "name": "softmax"})
+    train, infer = prepare(recipe, "train", 8, {}, "cpu")(), prepare(recipe, "infer", 16, {"patch_size": 8}, "cpu")()
     assert (train["mode"], train["size"], infer["mode"], infer["size"]) == ("train", 8, "infer", 16)
-    assert train["images_per_second"] > 0
+    assert min(train["images_per_second"], infer["images_per_second"]) > 0
 
 
 def test_data_is_decoded_once_and_split(tmp_path: Path, stripes: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,24 +263,51 @@ def test_data_is_decoded_once_and_split(tmp_path: Path, stripes: str, monkeypatc
         load_splits("photos", images=10)
 
 
-def test_figure(tmp_path: Path) -> None:
-    study = toy_study()
-    rows = with_runs(study, tuned(study), softmax=[50.0, 50.1, 50.2], sima=[60.0, 60.1, 60.3])
+def texts(path: Path, study: Study, results: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts of a study's figure."""
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *args, **options: (figures.append(self), save(self, *args, **options))
+    )
+    draw_figure(study, path, results)
+    assert path.stat().st_size > 10_000
+    return [text.get_text() for text in figures[-1].findobj(Text) if text.get_text()]
+
+
+def test_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has rows is drawn, what has none says so."""
+    study, png = toy_study(), tmp_path / "figure.png"
     with pytest.raises(ValueError, match="no finished runs"):
-        draw_figure(study, tmp_path / "figure.png", tmp_path)
+        draw_figure(study, png, tmp_path)
+    rows = with_runs(study, tuned(study), softmax=[50.0, 50.1, 50.2])
     for row in rows:
         write_row(tmp_path / "toy.csv", row)
+    found = texts(png, study, tmp_path, monkeypatch)
+    assert found.count("not measured") == 3  # SimA's accuracy, the same after equal time, all speeds
+    assert {"50.1", "softmax, 2 epochs", "Accuracy after 2 epochs"} <= set(found)
+    speeds = []
     for arm, speed in (("softmax", 100), ("sima", 250)):
         for mode in ("train", "infer"):
-            row = {"arm": arm, "mode": mode, "size": 8, "images_per_second": speed}
-            write_row(tmp_path / "toy_speed.csv", row, list(row))
-    draw_figure(study, tmp_path / "figure.png", tmp_path)
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
+            row = {"arm": arm, "mode": mode, "size": 8, "images_per_second": speed, "peak_gb": "", "status": "measured"}
+            write_row(tmp_path / "toy_speed.csv", row | {"gpu": "a GPU"}, SPEED_COLUMNS)
+            speeds.append(row)
+    for seed, score in ((10, 60.0), (11, 60.2)):
+        job = final_job(study, study.arms["time_sima"], seed, rows, speeds)
+        assert job is not None
+        write_row(tmp_path / "toy.csv", row_of(job, score) | {"epochs": "5"})
+    found = texts(png, study, tmp_path, monkeypatch)
+    assert found.count("not measured") == 1
+    assert {"60.1", "sima, 5 epochs", "Inference on a GPU", "sima, measured"} <= set(found)
 
 
 def test_command(tmp_path: Path) -> None:
     assert "fair_comparison" in call("study")
-    assert "left: tune column_softmax seed 0 lr x 0.5" in call("study", "fair_comparison", "--plan", "-o", tmp_path)
+    plan = call("study", "fair_comparison", "--plan", "--jobs", 6, "-o", tmp_path)
+    assert "can start: tune column_softmax seed 0 lr x 0.5" in plan
+    assert "left: 126 runs" in plan
+    assert "with 6 at a time" in plan
+    assert "5 seeds of each arm resolve a difference of 0.6 points" in plan
     assert "no study 'fair_comparisons'; did you mean" in call("study", "fair_comparisons", code=1)
     assert "--data 'cifar100' is not NAME=SOURCE" in call("study", "fair_comparison", "--data", "cifar100", code=1)
     call("study", "--page", tmp_path / "claims.md", "-o", tmp_path)

@@ -1,4 +1,4 @@
-"""Expected GPU minutes of a study: from measured runs of the same network, else from the throughput its file assumes."""
+"""Expected GPU minutes of a study, from measured runs of the same network or the throughput that its file assumes."""
 
 import fnmatch
 import json

@@ -1,19 +1,21 @@
-"""The three panels of a comparison: accuracy against speed, accuracy against time, speed against resolution."""
+"""The three panels of a comparison: accuracy after equal epochs and after equal time, speed against resolution."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tokamix.files import write_atomically
-from tokamix.study.plan import final_rows, train_speed
+from tokamix.study.plan import epochs_in_time, final_rows
 from tokamix.study.rows import Row, read_all_rows, read_rows, score_of
 from tokamix.study.schema import Study, load_study
 from tokamix.study.statistics import contrast
 
+NOT_MEASURED = "not measured"
+METRICS = {"top1": "top-1 in %", "miou": "mIoU in %", "box_ap": "box AP in %"}
+
 
 def draw_figure(study: str | Study, path: str | Path, results: str | Path = "results/studies", body: str = "") -> None:
-    """Draw the arms whose names start with `body`; a panel shows only what has been measured.
+    """Draw the arms whose names start with `body`; what has no rows says "not measured".
 
     Args:
         study: a study with speeds.
@@ -29,67 +31,100 @@ def draw_figure(study: str | Study, path: str | Path, results: str | Path = "res
     rows = read_all_rows(Path(results), study.name)
     speeds = read_rows(Path(results) / f"{study.name}_speed.csv")
     arms = [name for name in study.arms if name.startswith(body) and not study.arms[name].equal_time]
-    measured = [name for name in arms if final_rows(study, name, rows, speeds)]
-    if not measured:
+    epochs = {name: scores_of(study, final_rows(study, name, rows, speeds)) for name in arms}
+    if not any(epochs.values()):
         raise ValueError(f"study {study.name} has no finished runs of arms {body}* in {results}; run it first")
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    arms.sort(key=lambda name: sum(epochs[name]) / max(1, len(epochs[name])))
+    timed = {name: equal_time_rows(study, name, rows, speeds) for name in arms}
+    labels = {name: name.removeprefix(body).replace("_", " ") for name in arms}
+    colours = {name: f"C{i % 10}" for i, name in enumerate(study.arms) if name in arms}
+
+    figure = Figure(figsize=(13, 0.8 + 0.38 * max(9, len(arms))), layout="constrained")
     panels = figure.subplots(1, 3)
-    colours = {name: f"C{i % 10}" for i, name in enumerate(arms)}
-    for name in measured:
-        label, marker = name.removeprefix(body).replace("_", " "), {"color": colours[name], "marker": "o"}
-        own = final_rows(study, name, rows, speeds)
-        scores = [score_of(row, study.metric) for row in own if row["status"] == "finished"]
-        speed = train_speed(speeds, name)
-        if scores and speed:
-            mean = contrast([scores], [1.0]) if len(scores) > 1 else None
-            value, error = (mean.value, mean.interval()) if mean else (scores[0], None)
-            panels[0].errorbar(speed, value, yerr=error, capsize=3, **marker)
-            panels[0].annotate(label, (speed, value), xytext=(6, 4), textcoords="offset points", fontsize=8)
-        if scores and speed:
-            panels[1].plot(*mean_curve(own, speed), color=colours[name], label=label)
-            _draw_equal_time(panels[1], study, name, rows, speeds, colours[name])
-        times = [row for row in speeds if row["arm"] == name and row["mode"] == "infer" and row["images_per_second"]]
-        if times:
-            sizes, rates = zip(*((int(row["size"]), float(row["images_per_second"])) for row in times), strict=True)
-            panels[2].plot(sizes, rates, label=label, **marker)
-    _label(panels, study)
+    metric = METRICS.get(study.metric, study.metric)
+    length = study.arms[arms[0]].settings.get("epochs")
+    _draw_scores(panels[0], [(labels[name], colours[name], epochs[name]) for name in arms])
+    panels[0].set(title=f"Accuracy after {length} epochs", xlabel=_describe(metric, epochs.values()))
+    compared = [name for name in arms if timed[name] is not None]
+    texts = {name: f"{labels[name]}, {_epochs(timed[name])}" if timed[name] else labels[name] for name in compared}
+    scores = {name: scores_of(study, timed[name] or []) for name in compared}
+    _draw_scores(panels[1], [(texts[name], colours[name], scores[name]) for name in compared])
+    panels[1].set(title="Accuracy after equal time", xlabel=_describe(metric, scores.values()))
+    _draw_speeds(panels[2], [(labels[name], colours[name], name) for name in reversed(arms)], speeds)
+    gpus = {row["gpu"] for row in speeds if row.get("gpu")}
+    panels[2].set(title="Inference" + (f" on {', '.join(sorted(gpus))}" if gpus else ""), ylabel="images/s")
     write_atomically(Path(path), lambda temporary: figure.savefig(temporary, format="png", dpi=130))
 
 
-def mean_curve(rows: Sequence[Row], speed: float) -> tuple[list[float], list[float]]:
-    """Seconds of training alone, from the measured throughput, and the mean metric over the runs at each evaluation."""
-    finished = [row for row in rows if row["status"] == "finished"]
-    size = int(finished[0]["train_images"])
-    points = list(zip(*(json.loads(row["curve"]) for row in finished), strict=True))
-    seconds = [at[0][0] * size / speed for at in points]
-    return seconds, [sum(point[2] for point in at) / len(at) for at in points]
+def scores_of(study: Study, rows: Sequence[Row]) -> list[float]:
+    """The metric of finished runs."""
+    return [score_of(row, study.metric) for row in rows if row["status"] == "finished"]
 
 
-def _draw_equal_time(
-    panel: Any, study: Study, name: str, rows: Sequence[Row], speeds: Sequence[Row], colour: str
-) -> None:
-    """Mark the end of the runs of an arm that had as much time as another."""
-    for arm in study.arms.values():
-        if arm.equal_time and arm.settings == study.arms[name].settings:
-            own, speed = final_rows(study, arm.name, rows, speeds), train_speed(speeds, name)
-            scores = [score_of(row, study.metric) for row in own if row["status"] == "finished"]
-            if len(scores) > 1 and speed:
-                mean, seconds = contrast([scores], [1.0]), int(own[0]["epochs"]) * int(own[0]["train_images"]) / speed
-                panel.errorbar(seconds, mean.value, yerr=mean.interval(), color=colour, marker="D", capsize=3)
+def equal_time_rows(study: Study, name: str, rows: Sequence[Row], speeds: Sequence[Row]) -> list[Row] | None:
+    """Runs of an arm with as much time as the reference; None for an arm without such runs in the study."""
+    arm, own = study.arms[name], final_rows(study, name, rows, speeds)
+    twins = [a for a in study.arms.values() if a.equal_time and a.settings == arm.settings]
+    if not twins:
+        return own if any(a.equal_time == name for a in study.arms.values()) else None
+    if epochs_in_time(study, arm, str(twins[0].equal_time), speeds) == arm.settings["epochs"]:
+        return own
+    return final_rows(study, twins[0].name, rows, speeds)
 
 
-def _label(panels: Any, study: Study) -> None:
-    metric = {"top1": "top-1 in %", "miou": "mIoU in %", "box_ap": "box AP in %"}.get(study.metric, study.metric)
-    titles = ("Accuracy against training speed", "Accuracy against time", "Speed against resolution")
-    axes = (
-        ("training images/s, alone", metric),
-        ("seconds of training, alone", metric),
-        ("image side in px", "images/s"),
-    )
-    for panel, title, (x, y) in zip(panels, titles, axes, strict=True):
-        panel.set(title=title, xlabel=x, ylabel=y)
-        panel.grid(alpha=0.3)
-    panels[2].set(xscale="log", yscale="log")
-    for panel in panels[1:]:
-        if panel.get_legend_handles_labels()[0]:
-            panel.legend(fontsize=7)
+def _epochs(rows: Sequence[Row] | None) -> str:
+    return f"{rows[0]['epochs']} epochs" if rows else ""
+
+
+def _describe(metric: str, scores: Any) -> str:
+    counts = sorted({len(values) for values in scores if values})
+    if not counts:
+        return metric
+    n = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"{metric}, mean and 95 % interval, n = {n}"
+
+
+def _draw_scores(panel: Any, arms: Sequence[tuple[str, str, Sequence[float]]]) -> None:
+    """One line for each arm: its runs as small marks, their mean with its interval."""
+    measured = [scores for _, _, scores in arms if scores]
+    for place, (_, colour, scores) in enumerate(arms):
+        if not scores:
+            left = min(map(min, measured)) if measured else 0.5
+            panel.annotate(NOT_MEASURED, (left, place), color="0.5", fontsize=9, va="center")
+            continue
+        mean = sum(scores) / len(scores)
+        error = contrast([scores], [1.0]).interval() if len(scores) > 1 else None
+        panel.plot(scores, [place] * len(scores), "|", color=colour, alpha=0.6, markersize=9)
+        panel.errorbar(mean, place, xerr=error, color=colour, marker="o", capsize=3)
+        panel.annotate(f"{mean:.1f}", (mean, place), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8)
+    panel.set_yticks(range(len(arms)), [label for label, _, _ in arms])
+    panel.set_ylim(-0.6, len(arms) - 0.3)
+    if not measured:
+        panel.set_xlim(0, 2)
+        panel.set_xticks([])
+    panel.grid(alpha=0.3, axis="x")
+
+
+def _draw_speeds(panel: Any, arms: Sequence[tuple[str, str, str]], speeds: Sequence[Row]) -> None:
+    """Images per second against the image's side; the legend has the memory at the largest side."""
+    infer = [row for row in speeds if row["mode"] == "infer" and row["arm"] in [name for _, _, name in arms]]
+    if not infer:
+        panel.annotate(NOT_MEASURED, (0.5, 0.5), xycoords="axes fraction", color="0.5", ha="center")
+        panel.set(xticks=[], yticks=[], xlabel="image side in px")
+        return
+    sides = sorted({int(row["size"]) for row in infer})
+    for label, colour, name in arms:
+        own = {int(row["size"]): row for row in infer if row["arm"] == name}
+        points = [
+            (side, float(own[side]["images_per_second"])) for side in sorted(own) if own[side]["images_per_second"]
+        ]
+        last = own.get(sides[-1], {"peak_gb": "", "status": NOT_MEASURED})
+        memory = f"{float(last['peak_gb']):.1f} GB" if last["peak_gb"] else last["status"]
+        panel.plot(
+            *(zip(*points, strict=True) if points else ([], [])), color=colour, marker="o", label=f"{label}, {memory}"
+        )
+    panel.set(xscale="log", yscale="log", xlabel=f"image side in px (memory: batch at {sides[-1]} px)")
+    panel.set_xticks(sides, [str(side) for side in sides])
+    panel.xaxis.minorticks_off()
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=7)

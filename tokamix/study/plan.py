@@ -104,23 +104,27 @@ def tuned_factor(study: Study, arm: Arm, rows: Sequence[Row]) -> float | None:
 
 def final_job(study: Study, arm: Arm, seed: int, rows: Sequence[Row], speeds: Sequence[Row]) -> Job | None:
     """A run on the test set; None before its settings are known."""
-    tuned_as = study.arms[arm.equal_time] if arm.equal_time else arm
     own = _without_time(arm, study)
     factor = tuned_factor(study, own, rows)
     if factor is None:
         return None
     settings = {**arm.settings, "lr": arm.settings["lr"] * factor} if study.tune and arm.tuned else arm.settings
     if arm.equal_time:
-        own_speed, other_speed = (train_speed(speeds, name) for name in (own.name, tuned_as.name))
-        if own_speed is None or other_speed is None:
-            return None
-        epochs = max(1, round(tuned_as.settings["epochs"] * own_speed / other_speed))
-        if epochs == settings["epochs"]:
-            return None  # the arm itself
+        epochs = epochs_in_time(study, own, arm.equal_time, speeds)
+        if epochs is None or epochs == settings["epochs"]:
+            return None  # not known yet, or the arm itself
         warmup = settings.get("warmup_epochs", 0) * epochs / settings["epochs"]
         settings = {**settings, "epochs": epochs, "warmup_epochs": round(warmup, 4)}
     settings = {**settings, "eval_every": max(1, settings["epochs"] // 10)} if "epochs" in settings else settings
     return _create_job(study, arm, seed, "final", settings, factor if own.tuned else None, arm.minutes)
+
+
+def epochs_in_time(study: Study, arm: Arm, reference: str, speeds: Sequence[Row]) -> int | None:
+    """Epochs of an arm in the training time of another; None before both speeds are measured."""
+    own, other = train_speed(speeds, arm.name), train_speed(speeds, reference)
+    if own is None or other is None:
+        return None
+    return max(1, round(study.arms[reference].settings["epochs"] * own / other))
 
 
 def train_speed(speeds: Sequence[Row], arm: str) -> float | None:
@@ -179,8 +183,8 @@ def resolution(study: Study) -> str:
     single, first = (detectable(study.sigma, study.looks[-1], last / n) for n in (1, max(1, len(study.claims))))
     holm_text = f"; {first:.1f} if it is the first of {len(study.claims)} claims" if len(study.claims) > 1 else ""
     return (
-        f"{study.looks[-1]} seeds of each arm resolve a difference of {single:.1f} points{holm_text} (power 80 %, standard"
-        f" deviation between seeds {study.sigma:g})"
+        f"{study.looks[-1]} seeds of each arm resolve a difference of {single:.1f} points{holm_text} (power 80 %,"
+        f" standard deviation between seeds {study.sigma:g})"
     )
 
 

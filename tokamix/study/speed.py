@@ -1,9 +1,10 @@
-"""Speed and memory of a study's arms, each alone on the device, in its own process."""
+"""Speed and memory of a study's arms: all compile at the same time, then each is timed alone on the device."""
 
+import fnmatch
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,81 +16,145 @@ from tokamix.bench.timing import median_ms
 from tokamix.compile import compile_blocks
 from tokamix.files import write_json
 from tokamix.recipes import Recipe, create_recipe
-from tokamix.study.processes import start_process, stop_processes
+from tokamix.study.processes import Process, send, start_process, stop_processes
 from tokamix.study.rows import SPEED_COLUMNS, Row, read_rows, write_row
 from tokamix.study.run import current_commit
-from tokamix.study.schema import Study, load_study
+from tokamix.study.schema import Arm, Study, load_study
 from tokamix.train.loop.optim import create_optimizer
 from tokamix.train.setup.model import create_classifier
 
 CLASSES = 100
 PIXELS = 8 * 2**20  # images per batch in inference, in pixels; at most the batch of training
-SECONDS = 1.0
-TIMEOUT = 240
+SECONDS = 0.4  # of each measurement
+TIMEOUT = 180.0  # seconds for the compilation of all arms
+Measured = tuple[str, str, int]  # arm, mode and image size
 
 
 def measure_speeds(
     study: str | Study,
     output: str | Path = "results/studies",
     runs: str | Path | None = None,
+    *,
     device: str | None = None,
     deadline: float | None = None,
+    only: str = "*",
     say: Callable[[str], object] = print,
 ) -> list[Row]:
-    """Measure training at the arms' own size and inference at the study's sizes; append rows to NAME_speed.csv.
+    """Measure training at the arms' own size and inference at the study's sizes, and return all rows.
 
-    Arms that have rows are not measured again. Nothing else should run on the device.
+    Each measurement is a row of NAME_speed.csv at once and is not repeated. Nothing else should run on the device.
+
+    Args:
+        study: a name of `list_studies()`, a YAML file, or a study.
+        output: folder of NAME_speed.csv.
+        runs: folder for logs and compiled code; default: runs/studies/NAME.
+        device: "cuda" or "cpu"; default: a GPU if there is one.
+        deadline: seconds after which nothing more is measured.
+        only: a pattern of arms, such as "column_*".
+        say: called with a line of text for each event.
     """
     end = time.monotonic() + deadline if deadline else None
     study = study if isinstance(study, Study) else load_study(study)
     if not study.sizes:
         raise ValueError(f"study {study.name} has no sizes at which to measure the speed of its arms")
-    path = Path(output) / f"{study.name}_speed.csv"
-    runs = Path(runs or f"runs/studies/{study.name}")
+    path, runs = Path(output) / f"{study.name}_speed.csv", Path(runs or f"runs/studies/{study.name}")
     (runs / "results").mkdir(parents=True, exist_ok=True)
-    measured = {row["arm"] for row in read_rows(path)}
-    for arm in study.arms.values():
-        if arm.name in measured or arm.equal_time or (end and time.monotonic() > end):
-            continue
-        base = runs / "results" / f"speed_{arm.name}"
-        job, result, log = (base.with_suffix(suffix) for suffix in (".job", ".json", ".log"))
-        result.unlink(missing_ok=True)
-        write_json(job, {"settings": {**arm.settings, "name": arm.name}, "sizes": study.sizes, "device": device})
-        process = start_process("tokamix.study.speed", [str(job), str(result)], log, runs, mps=False)
-        try:
-            process.wait(TIMEOUT)
-        except Exception:
-            say(f"{arm.name}: not measured within {TIMEOUT} s")
-        finally:
-            stop_processes([process], 1)
-        if not result.exists():
-            say(f"{log.read_text(errors='replace')[-1500:]}\n{arm.name}: no speed; its log is {log}")
-            continue
-        for row in json.loads(result.read_text()):
-            write_row(path, row | {"arm": arm.name, "commit": current_commit()}, SPEED_COLUMNS)
-            say(f"{arm.name} {row['mode']} {row['size']} px: {row['images_per_second'] or row['status']} images/s")
+    done = {(row["arm"], row["mode"], int(row["size"])) for row in read_rows(path)}
+    arms = [arm for arm in study.arms.values() if fnmatch.fnmatch(arm.name, only) and not arm.equal_time]
+    timers = [_Timer(arm, study.sizes, done, runs, device) for arm in arms]
+    timers = [timer for timer in timers if timer.left]
+    try:
+        for timer in timers:
+            timer.start()
+        _wait(timers, min(time.monotonic() + TIMEOUT, end or float("inf")), say)
+        commit = current_commit()
+        for timer in timers:
+            for row in timer.measure(end):
+                write_row(path, row | {"arm": timer.arm.name, "commit": commit}, SPEED_COLUMNS)
+                speed = f"{row['images_per_second']:,} images/s" if row["images_per_second"] else row["status"]
+                say(f"{timer.arm.name} {row['mode']} {row['size']} px: {speed}")
+    finally:
+        stop_processes([timer.process for timer in timers if timer.process], 5)
     return read_rows(path)
 
 
-def measure_arm(recipe: Recipe, sizes: list[int], device: str) -> list[Row]:
-    """Rows of an arm: training at the recipe's size, inference at each size."""
-    rows = []
-    for mode, size in [("train", recipe.image_size), *(("infer", size) for size in sizes)]:
-        batch = max(1, min(recipe.batch_size, PIXELS // size**2)) if mode == "infer" else recipe.batch_size
-        row: Row = {"mode": mode, "size": size, "batch": batch, "status": "measured", "torch": torch.__version__}
-        row["gpu"] = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-        try:
-            row |= _measure(recipe, mode, size, batch, device)
-        except torch.OutOfMemoryError:
-            row |= {"images_per_second": "", "peak_gb": "", "status": "out of memory"}
-        rows.append(row)
-    return rows
+def _wait(timers: list["_Timer"], end: float, say: Callable[[str], object]) -> None:
+    """Wait until every process has compiled its networks, and drop those that have not: they would disturb others."""
+    while time.monotonic() < end and any(timer.is_compiling() for timer in timers):
+        time.sleep(0.1)
+    for timer in list(timers):
+        if not timer.ready.exists():
+            stop_processes([timer.process] if timer.process else [], 1)
+            say(f"{timer.log.read_text(errors='replace')[-1500:]}\n{timer.arm.name}: no speed; its log is {timer.log}")
+            timers.remove(timer)
 
 
-def _measure(recipe: Recipe, mode: str, size: int, batch: int, device: str) -> Row:
+class _Timer:
+    """The process that measures one arm."""
+
+    def __init__(self, arm: Arm, sizes: Mapping[int, Row], done: set[Measured], runs: Path, device: str | None) -> None:
+        every = [("train", arm.settings["image_size"], {}), *(("infer", size, sizes[size]) for size in sizes)]
+        self.left = [list(one) for one in every if (arm.name, one[0], one[1]) not in done]
+        self.arm, self.runs, self.device = arm, runs, device
+        base = runs / "results" / f"speed_{arm.name}"
+        self.job, self.ready, self.result, self.log = (
+            base.with_suffix(suffix) for suffix in (".job", ".ready", ".json", ".log")
+        )
+        self.process: Process | None = None
+
+    def start(self) -> None:
+        for path in (self.ready, self.result):
+            path.unlink(missing_ok=True)
+        what = {"settings": {**self.arm.settings, "name": self.arm.name}, "measurements": self.left}
+        write_json(self.job, what | {"device": self.device, "ready": str(self.ready), "result": str(self.result)})
+        self.process = start_process("tokamix.study.speed", [str(self.job)], self.log, self.runs, mps=False)
+
+    def is_compiling(self) -> bool:
+        return self.process is not None and self.process.poll() is None and not self.ready.exists()
+
+    def measure(self, end: float | None) -> Iterator[Row]:
+        """The rows, each when it is measured."""
+        assert self.process is not None
+        for number in range(len(self.left)):
+            if end and time.monotonic() > end:
+                return
+            send(self.process, str(number))
+            while not self.result.exists() and self.process.poll() is None:
+                time.sleep(0.01)
+            if self.result.exists():
+                row: Row = json.loads(self.result.read_text())
+                self.result.unlink()
+                yield row
+        stop_processes([self.process], 1)  # frees its memory
+
+
+def prepare(recipe: Recipe, mode: str, size: int, changes: Row, device: str) -> Callable[[], Row]:
+    """Compile one measurement, and return the function that makes it: a row."""
+    batch = max(1, min(recipe.batch_size, PIXELS // size**2)) if mode == "infer" else recipe.batch_size
+    row: Row = {"mode": mode, "size": size, "batch": batch, "status": "measured", "torch": torch.__version__}
+    row |= {"gpu": torch.cuda.get_device_name() if device == "cuda" else "cpu", "images_per_second": "", "peak_gb": ""}
+    try:
+        before = torch.cuda.memory_allocated() if device == "cuda" else 0
+        step = _create_step(recipe, mode, size, changes, batch, device)
+        for _ in range(4):  # compiles, captures CUDA graphs, replays them
+            step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+            row["peak_gb"] = round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
+    except torch.OutOfMemoryError:
+        return lambda: row | {"status": "out of memory"}
+
+    def measure() -> Row:
+        milliseconds = median_ms(step, device, SECONDS)
+        return row | {"images_per_second": round(batch / milliseconds * 1e3, 1)}
+
+    return measure
+
+
+def _create_step(recipe: Recipe, mode: str, size: int, changes: Row, batch: int, device: str) -> Callable[[], None]:
     cuda = device == "cuda"
-    torch.compiler.reset()
-    model, _ = create_classifier(None, recipe.replace(image_size=size), CLASSES)
+    arguments = {**recipe.model_kwargs, **changes}
+    model, _ = create_classifier(None, recipe.replace(image_size=size, model_kwargs=arguments), CLASSES)
     model = model.to(device).train(mode == "train")
     optimizer = create_optimizer(model, recipe, torch.device(device)) if mode == "train" else None
     if cuda:
@@ -112,16 +177,21 @@ def _measure(recipe: Recipe, mode: str, size: int, batch: int, device: str) -> R
         with torch.inference_mode(), autocast():
             model(images)
 
-    step = train if mode == "train" else infer
-    milliseconds = median_ms(step, device, SECONDS)
-    peak = round(torch.cuda.max_memory_allocated() / 2**30, 3) if cuda else ""
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    return {"images_per_second": round(batch / milliseconds * 1e3, 1), "peak_gb": peak}
+    return train if mode == "train" else infer
+
+
+def main() -> None:
+    """Compile the measurements of a job file; then make those whose numbers come in on standard input."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    device = job["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+    recipe = create_recipe(job["settings"])
+    measures = [prepare(recipe, mode, size, changes, device) for mode, size, changes in job["measurements"]]
+    write_json(Path(job["ready"]), {})
+    for line in iter(sys.stdin.readline, ""):
+        write_json(Path(job["result"]), measures[int(line)]())
 
 
 if __name__ == "__main__":
-    job_path, result_path = map(Path, sys.argv[1:])
-    given = json.loads(job_path.read_text())
-    chosen = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-    write_json(result_path, measure_arm(create_recipe(given["settings"]), given["sizes"], chosen))
+    main()

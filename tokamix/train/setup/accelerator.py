@@ -154,6 +154,7 @@ def numerics(device: torch.device, deterministic: bool, fixed_size: bool) -> Ite
         yield
     finally:
         torch.use_deterministic_algorithms(before[0])
-        torch.set_float32_matmul_precision(before[1])
+        if torch.get_float32_matmul_precision() != before[1]:  # even the same value makes compiled code compile again
+            torch.set_float32_matmul_precision(before[1])
         torch.backends.cudnn.benchmark = benchmark
         torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)
