@@ -71,9 +71,9 @@ def inputs(case: str, batch: int = BATCH, dtype: torch.dtype = torch.bfloat16) -
 def phases(case: str, **overrides: int) -> dict[str, Callable[[], object]]:
     """The four kernels of a forward and a backward pass, separately."""
     (v, policy, bank), options = inputs(case)
-    plan = kernels.Plan(v, bank, *options)
+    plan = kernels.Plan(v.shape, v.dtype, bank.shape, *options)
     vars(plan).update(overrides)
-    _, _, logits = next(plan.parts())
+    _, _, logits = next(plan.parts(v.device))
     sums, out, grad, grad_v, grad_policy = (
         _empty_sums(v, options[1], "softmax"), *(torch.randn_like(v) for _ in range(2)), torch.empty_like(v),
         torch.empty_like(policy),

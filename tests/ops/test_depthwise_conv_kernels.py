@@ -28,8 +28,8 @@ def test_wide_maps(poison_empty: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from tokamix.ops.depthwise_conv import kernels as module
 
     plan = module.Plan(rows=4, block_c=16, columns=7, programs=6)
-    monkeypatch.setattr(module, "plan_forward", lambda x: plan)
-    monkeypatch.setattr(module, "plan_backward", lambda x: plan)
+    monkeypatch.setattr(module, "plan_forward", lambda shape: plan)
+    monkeypatch.setattr(module, "plan_backward", lambda shape: plan)
     inputs = (torch.randn(1, 5, 17, 20), *kernels(20))
     assert_kernel_close(depthwise_conv, inputs, torch.float32, residual=True, gelu=True)
 

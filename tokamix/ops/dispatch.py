@@ -2,7 +2,8 @@
 
 Every operator exists twice: a plain PyTorch reference ("eager") that runs on any device in any dtype, and Triton
 kernels ("triton"). A caller forces one with the `backend` argument; `TOKAMIX_BACKEND` and `use_backend` force one for
-all operators; otherwise the kernels run wherever they can.
+all operators; otherwise the kernels run wherever they can. Plain eager calls take the light path to the kernels; see
+`tokamix.ops.operator`.
 """
 
 import logging
@@ -23,6 +24,7 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 _log = logging.getLogger("tokamix")
 _forced = os.environ.get("TOKAMIX_BACKEND") or None
+_light = os.environ.get("TOKAMIX_LIGHT") != "0"
 
 
 @contextmanager
@@ -34,6 +36,22 @@ def use_backend(backend: str | None) -> Iterator[None]:
         yield
     finally:
         _forced = before
+
+
+@contextmanager
+def use_light(light: bool) -> Iterator[None]:
+    """Turn the light path of plain eager calls on or off inside the `with` block."""
+    global _light
+    before, _light = _light, light
+    try:
+        yield
+    finally:
+        _light = before
+
+
+def is_light() -> bool:
+    """Whether plain eager calls take the light path."""
+    return _light
 
 
 def choose(
@@ -89,11 +107,14 @@ def why_not(*tensors: Tensor) -> str | None:
     return None
 
 
-def is_plain_call(*tensors: Tensor | None) -> bool:
-    """Whether no compiler, tracer, dispatch mode or tensor subclass needs to see the registered operator."""
-    plain = all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
-    watched = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode()
-    return plain and not watched and not torch._C._are_functorch_transforms_active()
+def is_watched() -> bool:
+    """Whether a compiler, tracer, dispatch mode or functorch transform needs to see registered operators."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or is_in_torch_dispatch_mode()
+        or torch._C._are_functorch_transforms_active()
+    )
 
 
 def is_exporting() -> bool:

@@ -11,12 +11,15 @@ the gradients of x and of the offsets out; the second direction reads the first 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from tokamix.ops.launch import CACHE_SIZE, Launch
 
 TILE = 4096  # elements per program
 PART = 64  # tokens per program on longer lines: a whole long line would leave room for few channels only
@@ -276,29 +279,18 @@ def _backward_kernel(
     tl.store(p_grad_x, b_sum.to(p_grad_x.dtype.element_ty), mask=m_x)
 
 
+Strides = tuple[int, ...]
+
+
 def forward(x: Tensor, offset: Tensor, dims: Sequence[int]) -> list[Tensor]:
     """Sample x (B, H, W, C) along each of `dims` -> one map each; offset (B, H, W, len(dims) * G)."""
     (_, height, width, channels), groups = x.shape, offset.shape[3] // len(dims)
     outputs = [torch.empty(x.shape, device=x.device, dtype=x.dtype) for _ in dims]
     if x.numel() == 0:
         return outputs
-    by_dim = dict(zip(dims, outputs, strict=True))
     blocks = choose_blocks(max(height, width), groups, channels // groups)
-    _forward_kernel[_grid(sum(_parts(x, dim, blocks) for dim in dims), groups, blocks)](
-        x,
-        offset,
-        by_dim.get(2, outputs[0]),
-        by_dim.get(1, outputs[0]),
-        height,
-        width,
-        channels,
-        groups,
-        *x.stride(),
-        *offset.stride(),
-        WIDTH=2 in dims,
-        HEIGHT=1 in dims,
-        **blocks,
-    )
+    launch = _forward_launch(x.shape, x.stride(), offset.stride(), tuple(dims), groups, blocks)
+    launch(x, offset, outputs[dims.index(2) if 2 in dims else 0], outputs[dims.index(1) if 1 in dims else 0])
     return outputs
 
 
@@ -311,61 +303,90 @@ def backward(grads: Sequence[Tensor], x: Tensor, offset: Tensor, dims: Sequence[
         return grad_x, grad_offset
     parts = zip(grads, dims, offset.chunk(len(dims), -1), grad_offset.chunk(len(dims), -1), strict=True)
     for i, (grad, dim, part, grad_part) in enumerate(parts):
-        n, lines = (width, height) if dim == 2 else (height, width)
-        blocks = choose_blocks(n, groups, channels // groups)
-
-        def strides(t: Tensor, dim: int = dim) -> tuple[int, ...]:
-            """Strides of batch, lines, tokens of a line, channels."""
-            b, h, w, c = t.stride()
-            return (b, h, w, c) if dim == 2 else (b, w, h, c)
-
-        _backward_kernel[_grid(_parts(x, dim, blocks), groups, blocks)](
-            grad,
-            x,
-            part,
-            grad_x,
-            grad_part,
-            n,
-            lines,
-            groups,
-            *strides(grad),
-            *strides(x),
-            *strides(part),
-            part.stride(3),
-            *strides(grad_x)[:3],
-            *strides(grad_part),
-            ADD=i > 0,
-            **blocks,
-        )
+        blocks = choose_blocks(width if dim == 2 else height, groups, channels // groups)
+        strides = (grad.stride(), x.stride(), part.stride(), grad_x.stride(), grad_part.stride())
+        _backward_launch(x.shape, strides, dim, groups, blocks, i > 0)(grad, x, part, grad_x, grad_part)
     return grad_x, grad_offset
 
 
-def choose_blocks(n: int, groups: int, share: int, tile: int = TILE, warps: int = 8) -> dict[str, Any]:
+class Blocks(NamedTuple):
+    """Block sizes and warps of a launch."""
+
+    share: int
+    tokens: int
+    lines: int
+    groups: int
+    channels: int  # of a group
+    even: bool  # blocks of channels and groups are full
+    long: bool  # lines are split
+    warps: int
+
+    def options(self) -> dict[str, int]:
+        """Launch options shared by all kernels."""
+        return {
+            "SHARE": self.share,
+            "BLOCK_N": self.tokens,
+            "LINES": self.lines,
+            "BLOCK_G": self.groups,
+            "BLOCK_S": self.channels,
+            "EVEN": self.even,
+            "LONG": self.long,
+            "num_warps": self.warps,
+        }
+
+
+def choose_blocks(n: int, groups: int, share: int, tile: int = TILE, warps: int = 8) -> Blocks:
     """Block sizes and warps for lines of n tokens: about `tile` elements, in whole lines or in PART tokens of a longer
     one, and up to 64 channels."""
-    block_n, block_s = triton.next_power_of_2(min(n, PART)), triton.next_power_of_2(share)
+    return _blocks(n, groups, share, tile, warps, PART)
+
+
+@lru_cache(CACHE_SIZE)
+def _blocks(n: int, groups: int, share: int, tile: int, warps: int, part: int) -> Blocks:
+    block_n, block_s = triton.next_power_of_2(min(n, part)), triton.next_power_of_2(share)
     block_g = min(triton.next_power_of_2(groups), max(64 // block_s, 1))
     while block_g * block_s > 16 and block_n * block_g * block_s > tile:
         block_g //= 2
     lines = max(tile // (block_n * block_g * block_s), 1)
-    return {
-        "SHARE": share,
-        "BLOCK_N": block_n,
-        "LINES": lines,
-        "BLOCK_G": block_g,
-        "BLOCK_S": block_s,
-        "EVEN": groups % block_g == 0 and share == block_s,
-        "LONG": n > PART,
-        "num_warps": warps,
-    }
+    even = groups % block_g == 0 and share == block_s
+    return Blocks(share, block_n, lines, block_g, block_s, even, n > part, warps)
 
 
-def _parts(x: Tensor, dim: int, blocks: dict[str, Any]) -> int:
+@lru_cache(CACHE_SIZE)
+def _forward_launch(
+    shape: tuple[int, ...],
+    strides: Strides,
+    offset_strides: Strides,
+    dims: tuple[int, ...],
+    groups: int,
+    blocks: Blocks,
+) -> Launch:
+    parts = sum(_parts(shape, dim, blocks) for dim in dims)
+    sizes = (*shape[1:], groups, *strides, *offset_strides)
+    return Launch(
+        _forward_kernel, _grid(parts, groups, blocks), *sizes, WIDTH=2 in dims, HEIGHT=1 in dims, **blocks.options()
+    )
+
+
+@lru_cache(CACHE_SIZE)
+def _backward_launch(
+    shape: tuple[int, ...], strides: tuple[Strides, ...], dim: int, groups: int, blocks: Blocks, add: bool
+) -> Launch:
+    """The launch for one direction; `strides` are those of grad, x, offset and of the gradients of x and offset."""
+    # batch, lines, tokens of a line, channels
+    ordered = [(b, h, w, c) if dim == 2 else (b, w, h, c) for b, h, w, c in strides]
+    grad, x, offset, grad_x, grad_offset = ordered
+    sizes = (shape[dim], shape[3 - dim], groups, *grad, *x, *offset, offset[3], *grad_x[:3], *grad_offset)
+    grid = _grid(_parts(shape, dim, blocks), groups, blocks)
+    return Launch(_backward_kernel, grid, *sizes, ADD=add, **blocks.options())
+
+
+def _parts(shape: tuple[int, ...], dim: int, blocks: Blocks) -> int:
     """The number of parts of all lines along `dim` in all images."""
-    return len(x) * triton.cdiv(x.shape[3 - dim], blocks["LINES"]) * triton.cdiv(x.shape[dim], blocks["BLOCK_N"])
+    return shape[0] * triton.cdiv(shape[3 - dim], blocks.lines) * triton.cdiv(shape[dim], blocks.tokens)
 
 
-def _grid(parts: int, groups: int, blocks: dict[str, Any]) -> tuple[int, ...]:
+def _grid(parts: int, groups: int, blocks: Blocks) -> tuple[int, ...]:
     """The launch grid: a program for each part and block of groups, in the order of `_place`."""
-    by_channel = triton.cdiv(groups, blocks["BLOCK_G"])
-    return (parts * by_channel,) if blocks["LONG"] else (parts, by_channel)
+    by_channel = triton.cdiv(groups, blocks.groups)
+    return (parts * by_channel,) if blocks.long else (parts, by_channel)

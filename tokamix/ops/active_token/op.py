@@ -9,6 +9,7 @@ from torch import Tensor
 from tokamix.ops import dispatch
 from tokamix.ops.active_token import reference
 from tokamix.ops.active_token.reference import GatherPlan
+from tokamix.ops.operator import operator
 
 # limits of on-chip memory: tokens of a line, and channels that share an offset
 MAX_LINE, MAX_SHARE = 1024, 64
@@ -35,7 +36,7 @@ def active_gather(x: Tensor, offset: Tensor, dim: int, backend: str | None = Non
         raise ValueError(f"active_gather needs dim 1 (height) or 2 (width), got {dim}")
     _check(x, offset, axes=1)
     if dispatch.choose("active_gather", x, offset, backend=backend, limit=_limit(x, offset, axes=1)) == "triton":
-        return torch.ops.tokamix.active_gather(x, offset, [dim])[0]
+        return _active_gather(x, offset, [dim])[0]
     return reference.active_gather(x, offset, dim)
 
 
@@ -58,7 +59,7 @@ def active_gather_axes(x: Tensor, offset: Tensor | GatherPlan, backend: str | No
         return reference.gather_exported(x, plan)
     if isinstance(plan, GatherPlan):
         return reference.active_gather_axes(x, plan)
-    along_width, along_height = torch.ops.tokamix.active_gather(x, plan, [2, 1])
+    along_width, along_height = _active_gather(x, plan, [2, 1])
     return along_width, along_height
 
 
@@ -113,7 +114,7 @@ def _limit(x: Tensor, offset: Tensor, axes: int) -> str | None:
     return None
 
 
-@torch.library.custom_op("tokamix::active_gather", mutates_args=())
+@operator("active_gather")
 def _active_gather(x: Tensor, offset: Tensor, dims: Sequence[int]) -> list[Tensor]:
     if dispatch.why_not(x, offset) is None and _limit(x, offset, len(dims)) is None:
         from tokamix.ops.active_token import kernels
@@ -128,7 +129,7 @@ def _(x: Tensor, offset: Tensor, dims: Sequence[int]) -> list[Tensor]:
     return [x.new_empty(x.shape) for _ in dims]
 
 
-@torch.library.custom_op("tokamix::active_gather_backward", mutates_args=())
+@operator("active_gather_backward")
 def _active_gather_backward(
     grads: Sequence[Tensor], x: Tensor, offset: Tensor, dims: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
@@ -152,7 +153,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _differentiate(ctx: Any, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    return *torch.ops.tokamix.active_gather_backward(grads, *ctx.saved_tensors, ctx.dims), None
+    return *_active_gather_backward(grads, *ctx.saved_tensors, ctx.dims), None
 
 
 _active_gather.register_autograd(_differentiate, setup_context=_setup_context)

@@ -4,10 +4,14 @@ One launch if a program can sum all tokens of its channels; with many tokens, or
 the first computes partial sums.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from tokamix.ops.launch import CACHE_SIZE, Launch
 
 BLOCK_N, BLOCK_C = 128, 64
 MANY_TOKENS, SOME_TOKENS = 4096, 512
@@ -116,15 +120,33 @@ def broadcast_context(x: Tensor, scale: Tensor | None) -> Tensor:
     """(x + scale * mean) / 2 for tokens x (B, N, C) of any strides."""
     batch, tokens, channels = x.shape
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-    blocks, sizes = triton.cdiv(channels, BLOCK_C), (tokens, channels, *x.stride())
-    weight, has_scale = (x, False) if scale is None else (scale.contiguous(), True)
     if not out.numel():
         return out
+    weight, blocks = x if scale is None else scale.contiguous(), triton.cdiv(channels, BLOCK_C)
+    arguments = (x.shape, x.stride(), scale is not None)
     if tokens <= (SOME_TOKENS if batch * blocks < FEW_PROGRAMS else MANY_TOKENS):
-        _broadcast_kernel[batch, blocks](x, weight, out, *sizes, has_scale, BLOCK_N, BLOCK_C)
+        _launch(*arguments)(x, weight, out)
     else:
         sums = torch.empty(batch, PARTS, channels, device=x.device, dtype=torch.float32)
-        _partial_sum_kernel[batch, blocks, PARTS](x, sums, *sizes, PARTS, BLOCK_N, BLOCK_C)
-        grid = (batch, blocks, triton.cdiv(tokens, BLOCK_N))
-        _add_mean_kernel[grid](x, sums, weight, out, *sizes, has_scale, PARTS, BLOCK_N, BLOCK_C)
+        add_up, add_mean = _split_launches(*arguments, PARTS)
+        add_up(x, sums)
+        add_mean(x, sums, weight, out)
     return out
+
+
+@lru_cache(CACHE_SIZE)
+def _launch(shape: tuple[int, ...], strides: tuple[int, ...], has_scale: bool) -> Launch:
+    batch, *sizes = shape
+    grid = (batch, triton.cdiv(shape[2], BLOCK_C))
+    return Launch(_broadcast_kernel, grid, *sizes, *strides, has_scale, BLOCK_N, BLOCK_C)
+
+
+@lru_cache(CACHE_SIZE)
+def _split_launches(
+    shape: tuple[int, ...], strides: tuple[int, ...], has_scale: bool, parts: int
+) -> tuple[Launch, Launch]:
+    batch, *sizes = shape
+    blocks, steps = triton.cdiv(shape[2], BLOCK_C), triton.cdiv(shape[1], BLOCK_N)
+    add_up = Launch(_partial_sum_kernel, (batch, blocks, parts), *sizes, *strides, parts, BLOCK_N, BLOCK_C)
+    add_mean = Launch(_add_mean_kernel, (batch, blocks, steps), *sizes, *strides, has_scale, parts, BLOCK_N, BLOCK_C)
+    return add_up, add_mean

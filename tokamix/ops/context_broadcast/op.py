@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tokamix.ops import dispatch
 from tokamix.ops.context_broadcast import reference
+from tokamix.ops.operator import operator
 
 KINDS = ("cb", "gate", "hybrid")
 MAX_TOKENS = 65_535 * 128  # programs along the last axis of a grid, times tokens of each (`kernels.BLOCK_N`)
@@ -45,7 +46,7 @@ def broadcast_context(
     if torch.compiler.is_compiling():
         better = "torch.compile fuses it with neighbouring operators"
     if dispatch.choose("broadcast_context", x, backend=backend, limit=limit, better=better) == "triton":
-        broadcast = _run(x, scale)
+        broadcast = _broadcast_context(x, scale)
     elif kind == "gate":
         return reference.gate(x)
     else:
@@ -61,11 +62,7 @@ def _limit(x: Tensor, kind: str) -> str | None:
     return None
 
 
-def _run(x: Tensor, scale: Tensor | None) -> Tensor:
-    return (_Direct.apply if dispatch.is_plain_call(x, scale) else torch.ops.tokamix.broadcast_context)(x, scale)
-
-
-@torch.library.custom_op("tokamix::broadcast_context", mutates_args=())
+@operator("broadcast_context")
 def _broadcast_context(x: Tensor, scale: Tensor | None) -> Tensor:
     if dispatch.why_not(x) is None:
         from tokamix.ops.context_broadcast import kernels
@@ -86,7 +83,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
     # the linear map from x to its broadcast is symmetric, so the backward pass applies it again
-    return torch.ops.tokamix.broadcast_context(grad, ctx.saved_tensors[1]), _grad_scale(grad, *ctx.saved_tensors)
+    return _broadcast_context(grad, ctx.saved_tensors[1]), _grad_scale(grad, *ctx.saved_tensors)
 
 
 def _grad_scale(grad: Tensor, x: Tensor | None, scale: Tensor | None) -> Tensor | None:
@@ -97,20 +94,3 @@ def _grad_scale(grad: Tensor, x: Tensor | None, scale: Tensor | None) -> Tensor 
 
 
 _broadcast_context.register_autograd(_backward, setup_context=_setup_context)
-
-
-class _Direct(torch.autograd.Function):
-    """The operator without the dispatcher, whose overhead is longer than the kernel's run time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor | None) -> Tensor:
-        """Save the inputs for the gradient of `scale`, and run the kernel."""
-        from tokamix.ops.context_broadcast import kernels
-
-        _setup_context(ctx, (x, scale), x)
-        return kernels.broadcast_context(x, scale)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Gradients of x and scale; both are differentiable."""
-        return _run(grad, ctx.saved_tensors[1]), _grad_scale(grad, *ctx.saved_tensors)

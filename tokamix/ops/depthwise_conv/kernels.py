@@ -10,6 +10,7 @@ The gradient of the weights is summed within each program and then over programs
 # mypy: disable-error-code="assignment, misc"
 # ruff: noqa: RUF005
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokamix.ops import dispatch
+from tokamix.ops.launch import CACHE_SIZE, Launch
 
 INTERPRET = tl.constexpr(dispatch.INTERPRET)
 
@@ -32,9 +34,10 @@ class Plan(NamedTuple):
     programs: int = 132 * 12  # resident at once on an H200
 
 
-def plan_forward(x: Tensor) -> Plan:
+@lru_cache
+def plan_forward(shape: tuple[int, ...]) -> Plan:
     """Four rows; columns are split if there would be few programs."""
-    batch, height, width, channels = x.shape
+    batch, height, width, channels = shape
     rows, block_c, columns = 4, 64 if channels % 128 else 128, width
     programs = batch * triton.cdiv(height, rows) * triton.cdiv(channels, block_c)
     while columns > 8 and programs * triton.cdiv(width, columns) < 132 * 24:
@@ -42,9 +45,9 @@ def plan_forward(x: Tensor) -> Plan:
     return Plan(rows, block_c, columns)
 
 
-def plan_backward(x: Tensor) -> Plan:
+def plan_backward(shape: tuple[int, ...]) -> Plan:
     """Small tiles, so that programs, which process several each, are evenly loaded."""
-    return Plan(4, 64, min(x.shape[2], 28))
+    return Plan(4, 64, min(shape[2], 28))
 
 
 @triton.jit
@@ -292,17 +295,11 @@ def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: bool, gelu: bool, plan: Plan | None = None
 ) -> Tensor:
     """The convolution of x (B, H, W, C)."""
-    batch, height, width, channels = x.shape
     y = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     if y.numel():
-        plan = plan or plan_forward(x)
-        tiles = batch * triton.cdiv(height, plan.rows) * triton.cdiv(width, plan.columns)
-        _forward_kernel[(tiles, triton.cdiv(channels, plan.block_c))](
-            x, weight.contiguous(), weight if bias is None else bias.contiguous(), y, height, width, channels,
-            plan.columns, *x.stride(),
-            HAS_BIAS=bias is not None, RESIDUAL=residual, GELU=gelu, EXACT=x.dtype == torch.float32, ROWS=plan.rows,
-            BLOCK_C=plan.block_c, num_warps=plan.warps,
-        )  # fmt: skip
+        plan, exact, biased = plan or plan_forward(x.shape), x.dtype == torch.float32, bias is not None
+        launch = _forward_launch(x.shape, x.stride(), plan, biased, residual, gelu, exact)
+        launch(x, weight.contiguous(), weight if bias is None else bias.contiguous(), y)
     return y
 
 
@@ -310,22 +307,55 @@ def backward(
     grad: Tensor, x: Tensor, weight: Tensor, residual: bool, gelu: bool, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight and bias."""
-    batch, height, width, channels = x.shape
-    plan = plan or plan_backward(x)
-    blocks = triton.cdiv(channels, plan.block_c)
-    tiles = batch * triton.cdiv(height, plan.rows) * triton.cdiv(width, plan.columns) if x.numel() else 0
-    programs = min(tiles, triton.cdiv(plan.programs, blocks))
+    plan, exact, channels = plan or plan_backward(x.shape), x.dtype == torch.float32, x.shape[3]
+    programs, multiply, add = _backward_launches(x.shape, grad.stride(), x.stride(), plan, residual, gelu, exact)
     grad_x = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     sums = torch.empty(programs, 10, channels, device=x.device, dtype=torch.float32)
     if programs:
-        _backward_kernel[(programs, blocks)](
-            grad, x, weight.contiguous(), grad_x, sums, tiles, height, width, channels, plan.columns, *grad.stride(),
-            *x.stride(), RESIDUAL=residual, GELU=gelu, EXACT=x.dtype == torch.float32, ROWS=plan.rows,
-            BLOCK_C=plan.block_c, num_warps=plan.warps,
-        )  # fmt: skip
+        multiply(grad, x, weight.contiguous(), grad_x, sums)
     grad_weight = torch.empty(weight.shape, device=x.device, dtype=weight.dtype)
     grad_bias = torch.empty(channels, device=x.device, dtype=weight.dtype)
-    _sum_kernel[(triton.cdiv(channels, 32), 10)](
-        sums, grad_weight, grad_bias, programs, channels, BLOCK_N=64, BLOCK_C=32
-    )
+    add(sums, grad_weight, grad_bias)
     return grad_x, grad_weight, grad_bias
+
+
+@lru_cache(CACHE_SIZE)
+def _forward_launch(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    plan: Plan,
+    biased: bool,
+    residual: bool,
+    gelu: bool,
+    exact: bool,
+) -> Launch:
+    batch, height, width, channels = shape
+    tiles = batch * triton.cdiv(height, plan.rows) * triton.cdiv(width, plan.columns)
+    return Launch(
+        _forward_kernel, (tiles, triton.cdiv(channels, plan.block_c)), height, width, channels, plan.columns, *strides,
+        HAS_BIAS=biased, RESIDUAL=residual, GELU=gelu, EXACT=exact, ROWS=plan.rows, BLOCK_C=plan.block_c,
+        num_warps=plan.warps,
+    )  # fmt: skip
+
+
+@lru_cache(CACHE_SIZE)
+def _backward_launches(
+    shape: tuple[int, ...],
+    grad_strides: tuple[int, ...],
+    strides: tuple[int, ...],
+    plan: Plan,
+    residual: bool,
+    gelu: bool,
+    exact: bool,
+) -> tuple[int, Launch, Launch]:
+    """The number of programs, and the launches that compute the products and that add up their parts."""
+    batch, height, width, channels = shape
+    blocks = triton.cdiv(channels, plan.block_c)
+    tiles = batch * triton.cdiv(height, plan.rows) * triton.cdiv(width, plan.columns)
+    programs = min(tiles, triton.cdiv(plan.programs, blocks))
+    multiply = Launch(
+        _backward_kernel, (programs, blocks), tiles, height, width, channels, plan.columns, *grad_strides, *strides,
+        RESIDUAL=residual, GELU=gelu, EXACT=exact, ROWS=plan.rows, BLOCK_C=plan.block_c, num_warps=plan.warps,
+    )  # fmt: skip
+    add = Launch(_sum_kernel, (triton.cdiv(channels, 32), 10), programs, channels, BLOCK_N=64, BLOCK_C=32)
+    return programs, multiply, add

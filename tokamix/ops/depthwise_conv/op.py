@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tokamix.ops import dispatch
 from tokamix.ops.depthwise_conv import reference
+from tokamix.ops.operator import operator
 from tokamix.ops.precision import autocast_dtype, autocast_enabled
 
 
@@ -50,10 +51,10 @@ def depthwise_conv(
         raise ValueError(f"x, weight and bias must share one dtype, got {found}; cast them first")
     if chosen == "eager":
         return reference.depthwise_conv(x, weight, bias, residual, gelu)
-    return torch.ops.tokamix.depthwise_conv(x, weight, bias, residual, gelu)
+    return _depthwise_conv(x, weight, bias, residual, gelu)
 
 
-@torch.library.custom_op("tokamix::depthwise_conv", mutates_args=())
+@operator("depthwise_conv")
 def _depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, residual: bool, gelu: bool) -> Tensor:
     if dispatch.why_not(x, weight) is None:
         from tokamix.ops.depthwise_conv import kernels
@@ -62,7 +63,7 @@ def _depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, residual: bo
     return reference.depthwise_conv(x, weight, bias, residual, gelu).contiguous()
 
 
-@torch.library.custom_op("tokamix::depthwise_conv_backward", mutates_args=())
+@operator("depthwise_conv_backward")
 def _depthwise_conv_backward(
     grad: Tensor, x: Tensor, weight: Tensor, residual: bool, gelu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,9 +93,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
-    grad_x, grad_weight, grad_bias = torch.ops.tokamix.depthwise_conv_backward(
-        grad, *ctx.saved_tensors, ctx.residual, ctx.gelu
-    )
+    grad_x, grad_weight, grad_bias = _depthwise_conv_backward(grad, *ctx.saved_tensors, ctx.residual, ctx.gelu)
     return grad_x, grad_weight, grad_bias if ctx.biased else None, None, None
 
 

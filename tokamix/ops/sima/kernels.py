@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokamix.ops.launch import CACHE_SIZE, Launch
+
 POWERS = {None: 0, "l1": 1, "l2": 2}
 
 
@@ -448,18 +450,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, norm: str | None, eps: float, plan:
         return out
     q, (k, v) = _unit_stride(q), _keys_and_values(k, v)
     plan = plan or choose_plan(batch * heads, max(nq, nk), dim, q.dtype, q.device, backward=False)
-    options = plan.options(dim)
     if plan.chunks == 1:
-        _forward_kernel[(batch * heads,)](
-            q, k, v, out, *q.stride()[:3], *k.stride()[:3], heads, nq, nk, dim, eps,
-            POWER=power, ONE_BLOCK=max(nq, nk) <= plan.block_n, FOLD=plan.fold, **options,
-        )  # fmt: skip
+        _forward_launch(q.shape, q.stride(), nk, k.stride(), eps, power, plan)(q, k, v, out)
     else:
         small = _small_matrices(q, q, k, v, power, eps, plan, backward=False)
-        chunks, size = plan.split(nq)
-        _output_kernel[(batch * heads * chunks,)](
-            q, small, out, *q.stride()[:3], heads, nq, dim, chunks, size, ROWS=small.shape[1], **options
-        )
+        _output_launch(q.shape, q.stride(), plan)(q, small, out)
     return out
 
 
@@ -472,37 +467,86 @@ def backward(
     nk, power = k.shape[1], POWERS[norm]
     do, q, (k, v) = do.contiguous(), _unit_stride(q), _keys_and_values(k, v)
     plan = plan or choose_plan(batch * heads, max(nq, nk), dim, q.dtype, q.device, backward=True)
-    options = plan.options(dim)
-    strides = *q.stride()[:3], *k.stride()[:3], *dq.stride()[:3], *dk.stride()[:3]
+    strides = (q.stride(), k.stride(), dq.stride(), dk.stride())
     if plan.chunks == 1:
-        _backward_kernel[(batch * heads,)](
-            do, q, k, v, dq, dk, dv, *strides, heads, nq, nk, dim, eps, POWER=power, FOLD=plan.fold, **options
-        )
+        _backward_launch(q.shape, nk, strides, eps, power, plan)(do, q, k, v, dq, dk, dv)
     else:
         small = _small_matrices(do, q, k, v, power, eps, plan, backward=True)
-        chunks, size = plan.split(max(nq, nk))
-        _gradients_kernel[(batch * heads * chunks,)](
-            do, q, k, v, small, dq, dk, dv, *strides, heads, nq, nk, dim, chunks, size,
-            POWER=power, ROWS=small.shape[1], **options,
-        )  # fmt: skip
+        _gradients_launch(q.shape, nk, strides, power, plan)(do, q, k, v, small, dq, dk, dv)
 
 
 def _small_matrices(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, power: int, eps: float, plan: Plan, backward: bool
 ) -> Tensor:
     """The small matrices of every head, (B * H, rows, BLOCK_D), from tokens split into chunks."""
-    batch, nq, heads, dim = q.shape
-    nk, block_d = k.shape[1], _block_d(dim)
-    chunks, size = plan.split(max(nq, nk))
-    rows = 2 * block_d + 2 if backward else block_d + 2
+    (batch, nq, heads, dim), nk = q.shape, k.shape[1]
+    chunks, _ = plan.split(max(nq, nk))
     # the partial sums of the chunks, followed by their combination
-    buffer = torch.empty((chunks + 1, batch * heads, rows, block_d), device=q.device, dtype=torch.float32)
+    shape = (chunks + 1, batch * heads, _rows(dim, backward), _block_d(dim))
+    buffer = torch.empty(shape, device=q.device, dtype=torch.float32)
     small = buffer[chunks]
-    _gather_kernel[(batch * heads * chunks,)](
-        do, q, k, v, buffer, *q.stride()[:3], *k.stride()[:3], heads, nq, nk, dim, chunks, size,
-        POWER=power, BACKWARD=backward, ROWS=rows, FOLD=plan.fold, **plan.options(dim),
-    )  # fmt: skip
-    _combine_kernel[(batch * heads, block_d // 16)](
-        q, buffer, small, chunks, eps, POWER=power, BACKWARD=backward, ROWS=rows, BLOCK_R=16, BLOCK_D=block_d
-    )
+    gather, combine = _small_launches(q.shape, q.stride(), nk, k.stride(), eps, power, plan, backward)
+    gather(do, q, k, v, buffer)
+    combine(q, buffer, small)
     return small
+
+
+def _rows(dim: int, backward: bool) -> int:
+    """Rows of a head's small matrices."""
+    return (2 if backward else 1) * _block_d(dim) + 2
+
+
+Shape = tuple[int, ...]
+
+
+@lru_cache(CACHE_SIZE)
+def _forward_launch(shape: Shape, q: Shape, nk: int, k: Shape, eps: float, power: int, plan: Plan) -> Launch:
+    batch, nq, heads, dim = shape
+    return Launch(
+        _forward_kernel, (batch * heads,), *q[:3], *k[:3], heads, nq, nk, dim, eps,
+        POWER=power, ONE_BLOCK=max(nq, nk) <= plan.block_n, FOLD=plan.fold, **plan.options(dim),
+    )  # fmt: skip
+
+
+@lru_cache(CACHE_SIZE)
+def _output_launch(shape: Shape, q: Shape, plan: Plan) -> Launch:
+    batch, nq, heads, dim = shape
+    chunks, size = plan.split(nq)
+    sizes, rows = (*q[:3], heads, nq, dim, chunks, size), _rows(dim, backward=False)
+    return Launch(_output_kernel, (batch * heads * chunks,), *sizes, ROWS=rows, **plan.options(dim))
+
+
+@lru_cache(CACHE_SIZE)
+def _backward_launch(shape: Shape, nk: int, strides: tuple[Shape, ...], eps: float, power: int, plan: Plan) -> Launch:
+    """`strides` are those of q, k and of their gradients."""
+    batch, nq, heads, dim = shape
+    sizes = (*(n for x in strides for n in x[:3]), heads, nq, nk, dim, eps)
+    return Launch(_backward_kernel, (batch * heads,), *sizes, POWER=power, FOLD=plan.fold, **plan.options(dim))
+
+
+@lru_cache(CACHE_SIZE)
+def _gradients_launch(shape: Shape, nk: int, strides: tuple[Shape, ...], power: int, plan: Plan) -> Launch:
+    batch, nq, heads, dim = shape
+    chunks, size = plan.split(max(nq, nk))
+    sizes = (*(n for x in strides for n in x[:3]), heads, nq, nk, dim, chunks, size)
+    constants = plan.options(dim) | {"POWER": power, "ROWS": _rows(dim, backward=True)}
+    return Launch(_gradients_kernel, (batch * heads * chunks,), *sizes, **constants)
+
+
+@lru_cache(CACHE_SIZE)
+def _small_launches(
+    shape: Shape, q: Shape, nk: int, k: Shape, eps: float, power: int, plan: Plan, backward: bool
+) -> tuple[Launch, Launch]:
+    """The launches that compute sums over chunks, and that combine them."""
+    batch, nq, heads, dim = shape
+    chunks, size = plan.split(max(nq, nk))
+    constants = {"POWER": power, "BACKWARD": backward, "ROWS": _rows(dim, backward)}
+    gather = Launch(
+        _gather_kernel, (batch * heads * chunks,), *q[:3], *k[:3], heads, nq, nk, dim, chunks, size,
+        FOLD=plan.fold, **constants, **plan.options(dim),
+    )  # fmt: skip
+    block_d = _block_d(dim)
+    combine = Launch(
+        _combine_kernel, (batch * heads, block_d // 16), chunks, eps, BLOCK_R=16, BLOCK_D=block_d, **constants
+    )
+    return gather, combine

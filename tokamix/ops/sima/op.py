@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tokamix.ops import dispatch
+from tokamix.ops.operator import operator
 from tokamix.ops.sima import reference
 
 NORMS = ("l1", "l2", None)
@@ -45,8 +46,7 @@ def sima_attention(
     _check_options(norm, order, eps)
     _check_inputs("sima_attention", q, k, v)
     if dispatch.choose("sima_attention", q, k, v, backend=backend, limit=_limit(q, order)) == "triton":
-        run = _Direct.apply if dispatch.is_plain_call(q, k, v) else torch.ops.tokamix.sima_attention
-        return run(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), norm, eps).transpose(1, 2)
+        return _attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), norm, eps).transpose(1, 2)
     return reference.sima_attention(q, k, v, norm, order or _cheaper_order(q, k), eps)
 
 
@@ -70,8 +70,7 @@ def sima_self_attention(
         raise ValueError(f"sima_self_attention needs qkv of shape (B, N, 3, H, D), got {tuple(qkv.shape)}")
     dispatch.check_floating("sima_self_attention", qkv)
     if dispatch.choose("sima_self_attention", qkv, backend=backend, limit=_limit(qkv, order)) == "triton":
-        run = _Direct.apply if dispatch.is_plain_call(qkv) else torch.ops.tokamix.sima_self_attention
-        return run(qkv, norm, eps).flatten(2)
+        return _self_attention(qkv, norm, eps).flatten(2)
     if dispatch.is_exporting() and norm == "l1" and qkv.dtype != torch.float16:
         return reference.exported_self_attention(qkv, eps)
     q, k, v = qkv.transpose(1, 3).unbind(2)  # (B, H, N, D) each
@@ -125,7 +124,7 @@ def _limit(x: Tensor, order: str | None) -> str | None:
 # q, k and v: recomputing the small matrices is cheaper than storing them.
 
 
-@torch.library.custom_op("tokamix::sima_attention", mutates_args=())
+@operator("sima_attention")
 def _attention(q: Tensor, k: Tensor, v: Tensor, norm: str | None, eps: float) -> Tensor:
     return _forward(q, k, v, norm, eps)
 
@@ -135,7 +134,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, norm: str | None, eps: float) -> Tensor:
     return q.new_empty(q.shape)
 
 
-@torch.library.custom_op("tokamix::sima_attention_backward", mutates_args=())
+@operator("sima_attention_backward")
 def _attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, norm: str | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,7 +148,7 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, norm: str | None, eps: floa
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-@torch.library.custom_op("tokamix::sima_self_attention", mutates_args=())
+@operator("sima_self_attention")
 def _self_attention(qkv: Tensor, norm: str | None, eps: float) -> Tensor:
     q, k, v = qkv.unbind(2)
     return _forward(q, k, v, norm, eps)
@@ -161,7 +160,7 @@ def _(qkv: Tensor, norm: str | None, eps: float) -> Tensor:
     return qkv.new_empty(batch, tokens, heads, dim)
 
 
-@torch.library.custom_op("tokamix::sima_self_attention_backward", mutates_args=())
+@operator("sima_self_attention_backward")
 def _self_attention_backward(grad: Tensor, qkv: Tensor, norm: str | None, eps: float) -> Tensor:
     grad_qkv = qkv.new_empty(qkv.shape)
     _backward(grad, qkv.unbind(2), grad_qkv.unbind(2), norm, eps)
@@ -179,42 +178,15 @@ def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *torch.ops.tokamix.sima_attention_backward(grad, *ctx.saved_tensors, ctx.norm, ctx.eps), None, None
+    return *_attention_backward(grad, *ctx.saved_tensors, ctx.norm, ctx.eps), None, None
 
 
 def _differentiate_self(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.ops.tokamix.sima_self_attention_backward(grad, *ctx.saved_tensors, ctx.norm, ctx.eps), None, None
+    return _self_attention_backward(grad, *ctx.saved_tensors, ctx.norm, ctx.eps), None, None
 
 
 _attention.register_autograd(_differentiate, setup_context=_keep_inputs)
 _self_attention.register_autograd(_differentiate_self, setup_context=_keep_inputs)
-
-
-class _Direct(torch.autograd.Function):
-    """The operators without the dispatcher, whose overhead is longer than the kernels' run time.
-
-    Arguments are (q, k, v, norm, eps) or (qkv, norm, eps).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        """Save the inputs and run the kernels."""
-        *tensors, ctx.norm, ctx.eps = inputs
-        ctx.save_for_backward(*tensors)
-        q, k, v = tensors[0].unbind(2) if len(tensors) == 1 else tensors
-        return _forward(q, k, v, ctx.norm, ctx.eps)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the tensors."""
-        tensors = ctx.saved_tensors
-        if torch.is_grad_enabled() or not dispatch.is_plain_call(grad):
-            # double backward: the registered operators raise the error
-            return _differentiate_self(ctx, grad) if len(tensors) == 1 else _differentiate(ctx, grad)
-        grads = [x.new_empty(x.shape) for x in tensors]
-        inputs, outputs = (x[0].unbind(2) if len(tensors) == 1 else x for x in (tensors, grads))
-        _backward(grad, inputs, outputs, ctx.norm, ctx.eps)
-        return *grads, None, None
 
 
 def _use_kernels(x: Tensor) -> bool:

@@ -6,6 +6,7 @@ are associated with nine super tokens. The gradient of scattering is sampling's 
 gradient of sampling is scattering, so the same kernels serve both passes, without atomics.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokamix.ops.launch import CACHE_SIZE, Launch
 from tokamix.ops.super_token.reference import EPS, Cell, grid_of
 
 
@@ -206,6 +208,7 @@ class Plan(NamedTuple):
     warps: int
 
 
+@lru_cache
 def plan_for(channels: int, cell: Cell) -> Plan:
     """All channels at once, and as many tokens of a cell as fit in registers."""
     block_c = triton.next_power_of_2(channels)
@@ -215,15 +218,13 @@ def plan_for(channels: int, cell: Cell) -> Plan:
 
 def sample(x: Tensor, cell: Cell, n_iter: int, plan: Plan | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Super tokens, association and weight sums of x; see `reference.sample`."""
-    (p, q), (batch, height, width, channels) = grid_of(x, cell), x.shape
+    (p, q), (batch, height, width, channels) = grid_of(x.shape, cell), x.shape
     tokens = torch.empty(batch, p, q, channels, device=x.device, dtype=x.dtype)
     association = torch.empty(batch, height, width, 9, device=x.device, dtype=x.dtype)
     weight = torch.empty(batch, p, q, 1, device=x.device, dtype=torch.float32)
     estimate = torch.empty(batch, p, q, channels, device=x.device, dtype=torch.float32)
     if x.numel():
-        _mean_kernel[(batch * p * q,)](
-            x, estimate, height, width, p, q, channels, *x.stride(), *cell, **_blocks(channels, cell, plan)
-        )
+        _mean_launch(x.shape, x.stride(), cell, plan or plan_for(channels, cell))(x, estimate)
     for i in range(n_iter):
         parts, weights = gather(x, association, cell, estimate, plan)
         combine(parts, weights, estimate if i < n_iter - 1 else tokens, weight)
@@ -240,19 +241,18 @@ def scatter(
 ) -> Tensor:
     """Super tokens, divided by their weight if there is one, mapped back; see `reference.scatter`."""
     tokens, association = tokens.contiguous(), association.contiguous()
-    (batch, p, q, channels), (height, width) = tokens.shape, association.shape[1:3]
-    out = torch.empty(batch, height, width, channels, device=tokens.device, dtype=tokens.dtype)
+    size, channels = association.shape[1:3], tokens.shape[3]
+    out = torch.empty(len(tokens), *size, channels, device=tokens.device, dtype=tokens.dtype)
     if out.numel():
-        _scatter_kernel[(batch * p * q,)](
-            tokens, association, tokens if weight is None else weight, out, height, width, p, q, channels,
-            weight is not None, *cell, PRECISION=_precision(tokens), **_blocks(channels, cell, plan),
-        )  # fmt: skip
+        divide, plan = weight is not None, plan or plan_for(channels, cell)
+        launch = _scatter_launch(tokens.shape, size, divide, cell, _precision(tokens), plan)
+        launch(tokens, association, tokens if weight is None else weight, out)
     return out
 
 
 def scatter_backward(grad: Tensor, association: Tensor, cell: Cell, plan: Plan | None = None) -> Tensor:
     """The gradient of `scatter` with respect to the super tokens."""
-    tokens = torch.empty(grad.shape[0], *grid_of(grad, cell), grad.shape[3], device=grad.device, dtype=grad.dtype)
+    tokens = torch.empty(grad.shape[0], *grid_of(grad.shape, cell), grad.shape[3], device=grad.device, dtype=grad.dtype)
     parts, _ = gather(grad, association.contiguous(), cell, None, plan)
     combine(parts, None, tokens, None)
     return tokens
@@ -265,37 +265,63 @@ def gather(
 
     With `tokens`, the association is computed first, otherwise read.
     """
-    (p, q), (batch, height, width, channels) = grid_of(x, cell), x.shape
+    (p, q), (batch, _, _, channels) = grid_of(x.shape, cell), x.shape
     # float32, because sums of a cell's tokens overflow float16
     dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     parts = torch.empty(batch, p, q, 9, channels, device=x.device, dtype=dtype)
     weights = torch.empty(batch, p, q, 9, device=x.device, dtype=torch.float32)
     if x.numel():
-        _gather_kernel[(batch * p * q,)](
-            x, x if tokens is None else tokens, association, parts, weights, height, width, p, q, channels,
-            channels**-0.5, *x.stride(), tokens is not None, *cell, PRECISION=_precision(x),
-            **_blocks(channels, cell, plan),
-        )  # fmt: skip
+        associate, plan = tokens is not None, plan or plan_for(channels, cell)
+        launch = _gather_launch(x.shape, x.stride(), associate, cell, _precision(x), plan)
+        launch(x, x if tokens is None else tokens, association, parts, weights)
     return parts, weights
 
 
 def combine(parts: Tensor, weights: Tensor | None, tokens: Tensor, weight: Tensor | None) -> None:
     """Add up the parts of each super token; with `weights`, add those up too and divide by them."""
-    batch, p, q, channels = tokens.shape
+    if tokens.numel():
+        launch = _combine_launch(tokens.shape, weights is not None)
+        launch(parts, parts if weights is None else weights, tokens, tokens if weight is None else weight)
+
+
+Shape = tuple[int, ...]
+
+
+@lru_cache(CACHE_SIZE)
+def _mean_launch(shape: Shape, strides: Shape, cell: Cell, plan: Plan) -> Launch:
+    (batch, height, width, channels), (p, q) = shape, grid_of(shape, cell)
+    sizes = (height, width, p, q, channels, *strides)
+    return Launch(_mean_kernel, (batch * p * q,), *sizes, *cell, **_blocks(channels, plan))
+
+
+@lru_cache(CACHE_SIZE)
+def _gather_launch(shape: Shape, strides: Shape, associate: bool, cell: Cell, precision: str, plan: Plan) -> Launch:
+    (batch, height, width, channels), (p, q) = shape, grid_of(shape, cell)
+    sizes = (height, width, p, q, channels, channels**-0.5, *strides)
+    constants = _blocks(channels, plan) | {"PRECISION": precision}
+    return Launch(_gather_kernel, (batch * p * q,), *sizes, associate, *cell, **constants)
+
+
+@lru_cache(CACHE_SIZE)
+def _scatter_launch(shape: Shape, size: Cell, divide: bool, cell: Cell, precision: str, plan: Plan) -> Launch:
+    batch, p, q, channels = shape
+    constants = _blocks(channels, plan) | {"PRECISION": precision}
+    return Launch(_scatter_kernel, (batch * p * q,), *size, p, q, channels, divide, *cell, **constants)
+
+
+@lru_cache(CACHE_SIZE)
+def _combine_launch(shape: Shape, mean: bool) -> Launch:
+    batch, p, q, channels = shape
     block_c = triton.next_power_of_2(channels)
     block_t = max(1, 512 // block_c)
-    if tokens.numel():
-        _combine_kernel[(triton.cdiv(batch * p * q, block_t),)](
-            parts, parts if weights is None else weights, tokens, tokens if weight is None else weight, p, q, channels,
-            batch * p * q, EPS, weights is not None, block_t, block_c,
-        )  # fmt: skip
+    grid, sizes = (triton.cdiv(batch * p * q, block_t),), (p, q, channels, batch * p * q, EPS)
+    return Launch(_combine_kernel, grid, *sizes, mean, block_t, block_c)
 
 
 def _precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def _blocks(channels: int, cell: Cell, plan: Plan | None) -> dict[str, int]:
-    plan = plan or plan_for(channels, cell)
+def _blocks(channels: int, plan: Plan) -> dict[str, int | str]:
     block_c = max(16, triton.next_power_of_2(channels))
     return {"BLOCK_P": plan.block_p, "BLOCK_C": block_c, "num_warps": plan.warps}

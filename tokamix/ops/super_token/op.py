@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tokamix.ops import dispatch
+from tokamix.ops.operator import operator
 from tokamix.ops.super_token import reference
 from tokamix.ops.super_token.reference import Cell, grid_of
 
@@ -38,7 +39,7 @@ def super_token_sample(x: Tensor, cell: Cell, n_iter: int = 1, backend: str | No
     if dispatch.choose("super_token_sample", x, backend=backend, limit=_limit(x)) == "eager":
         tokens, association, _ = reference.sample(x, cell, n_iter)
     else:
-        tokens, association, _ = torch.ops.tokamix.super_token_sample(x, cell, n_iter, True)
+        tokens, association, _ = _sample(x, cell, n_iter, True)
     return tokens, association.detach()
 
 
@@ -57,7 +58,7 @@ def super_token_scatter(tokens: Tensor, association: Tensor, cell: Cell, backend
         A map of tokens (B, H, W, C).
     """
     _check_map("super_token_scatter", association, cell)
-    grid = grid_of(association, cell)
+    grid = grid_of(association.shape, cell)
     # not while compiling, because comparing sizes would specialise them
     if not torch.compiler.is_compiling() and (
         tokens.ndim != 4 or association.shape[-1] != 9 or tokens.shape[:3] != (association.shape[0], *grid)
@@ -70,7 +71,7 @@ def super_token_scatter(tokens: Tensor, association: Tensor, cell: Cell, backend
     association = association.detach().to(tokens.dtype)
     if dispatch.choose("super_token_scatter", tokens, association, backend=backend, limit=_limit(tokens)) == "eager":
         return reference.scatter(tokens, association, cell)
-    return torch.ops.tokamix.super_token_scatter(tokens, association, cell, True)
+    return _scatter(tokens, association, cell, True)
 
 
 def _limit(x: Tensor) -> str | None:
@@ -89,23 +90,23 @@ def _check_map(op: str, x: Tensor, cell: Cell) -> None:
     dispatch.check_floating(op, x)
 
 
-@torch.library.custom_op("tokamix::super_token_sample", mutates_args=())
+@operator("super_token_sample")
 def _sample(x: Tensor, cell: list[int], n_iter: int, kernel: bool) -> tuple[Tensor, Tensor, Tensor]:
     tokens, association, weight = _implementation(kernel).sample(x, _pair(cell), n_iter)
     return tokens, association.contiguous(), weight
 
 
-@torch.library.custom_op("tokamix::super_token_sample_backward", mutates_args=())
+@operator("super_token_sample_backward")
 def _sample_backward(grad: Tensor, association: Tensor, weight: Tensor, cell: list[int], kernel: bool) -> Tensor:
     return _implementation(kernel).sample_backward(grad, association, weight, _pair(cell)).contiguous()
 
 
-@torch.library.custom_op("tokamix::super_token_scatter", mutates_args=())
+@operator("super_token_scatter")
 def _scatter(tokens: Tensor, association: Tensor, cell: list[int], kernel: bool) -> Tensor:
     return _implementation(kernel).scatter(tokens, association, _pair(cell)).contiguous()
 
 
-@torch.library.custom_op("tokamix::super_token_scatter_backward", mutates_args=())
+@operator("super_token_scatter_backward")
 def _scatter_backward(grad: Tensor, association: Tensor, cell: list[int], kernel: bool) -> Tensor:
     return _implementation(kernel).scatter_backward(grad, association, _pair(cell))
 
@@ -121,7 +122,7 @@ def _implementation(kernel: bool) -> Any:
 
 @_sample.register_fake
 def _(x: Tensor, cell: list[int], n_iter: int, kernel: bool) -> tuple[Tensor, Tensor, Tensor]:
-    grid = grid_of(x, _pair(cell))
+    grid = grid_of(x.shape, _pair(cell))
     weight = x.new_empty(x.shape[0], *grid, 1, dtype=torch.promote_types(x.dtype, torch.float32))
     return x.new_empty(x.shape[0], *grid, x.shape[3]), x.new_empty(*x.shape[:3], 9), weight
 
@@ -138,11 +139,12 @@ def _(tokens: Tensor, association: Tensor, cell: list[int], kernel: bool) -> Ten
 
 @_scatter_backward.register_fake
 def _(grad: Tensor, association: Tensor, cell: list[int], kernel: bool) -> Tensor:
-    return grad.new_empty(grad.shape[0], *grid_of(grad, _pair(cell)), grad.shape[3])
+    return grad.new_empty(grad.shape[0], *grid_of(grad.shape, _pair(cell)), grad.shape[3])
 
 
 def _save_sample(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.cell, ctx.kernel = inputs[1], inputs[3]
+    ctx.set_materialize_grads(False)  # no zeros for the association
     ctx.save_for_backward(*output[1:])
 
 
@@ -151,13 +153,13 @@ def _save_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[1])
 
 
-def _backward_of_sample(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
-    grad_x = torch.ops.tokamix.super_token_sample_backward(grad, *ctx.saved_tensors, ctx.cell, ctx.kernel)
+def _backward_of_sample(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, None, None, None]:
+    grad_x = None if grad is None else _sample_backward(grad, *ctx.saved_tensors, ctx.cell, ctx.kernel)
     return grad_x, None, None, None
 
 
 def _backward_of_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    grad_tokens = torch.ops.tokamix.super_token_scatter_backward(grad, *ctx.saved_tensors, ctx.cell, ctx.kernel)
+    grad_tokens = _scatter_backward(grad, *ctx.saved_tensors, ctx.cell, ctx.kernel)
     return grad_tokens, None, None, None
 
 

@@ -1,5 +1,7 @@
 """Super token sampling and scattering in plain PyTorch."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -53,14 +55,14 @@ def scatter_backward(grad: Tensor, association: Tensor, cell: Cell) -> Tensor:
     return to_super_tokens(to_cells(association, cell).mT @ to_cells(grad, cell))
 
 
-def grid_of(x: Tensor, cell: Cell) -> Cell:
-    """The number of cells (p, q) that cover the map x (B, H, W, C)."""
-    return (x.shape[1] + cell[0] - 1) // cell[0], (x.shape[2] + cell[1] - 1) // cell[1]
+def grid_of(shape: Sequence[int], cell: Cell) -> Cell:
+    """The number of cells (p, q) that cover a map of shape (B, H, W, C)."""
+    return (shape[1] + cell[0] - 1) // cell[0], (shape[2] + cell[1] - 1) // cell[1]
 
 
 def to_cells(x: Tensor, cell: Cell) -> Tensor:
     """Cut x (B, H, W, C) into cells (B, p, q, h*w, C), with zeros in incomplete cells at the right and bottom."""
-    p, q = grid_of(x, cell)
+    p, q = grid_of(x.shape, cell)
     pad_h, pad_w = p * cell[0] - x.shape[1], q * cell[1] - x.shape[2]
     fixed = dispatch.is_exporting_fixed(pad_h, pad_w)
     # always while compiling: a branch would specialise the graph to divisible sizes, and empty padding is free there

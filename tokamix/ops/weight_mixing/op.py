@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tokamix.ops import dispatch
+from tokamix.ops.operator import operator
 from tokamix.ops.weight_mixing import reference
 from tokamix.ops.weight_mixing.reference import resize_bank
 
@@ -61,7 +62,7 @@ def bank_mixing(
     limit = "without a policy it is one product" if policy is None else _limit(v, bank, activation)
     tensors = [x for x in (v, policy, bank) if x is not None]
     if dispatch.choose("bank_mixing", *tensors, backend=backend, limit=limit) == "triton":
-        out, _ = torch.ops.tokamix.bank_mixing(v, policy, bank, grid, window, shift, shift_mask, activation)
+        out, _ = _bank_mixing(v, policy, bank, grid, window, shift, shift_mask, activation)
         return out
     return reference.bank_mixing(v, policy, bank, grid, window, shift, shift_mask, activation)
 
@@ -133,7 +134,7 @@ def _use_kernels(v: Tensor, policy: Tensor, bank: Tensor, activation: str) -> bo
     return v.numel() > 0 and dispatch.why_not(v, policy, bank) is None and _limit(v, bank, activation) is None
 
 
-@torch.library.custom_op("tokamix::bank_mixing", mutates_args=())
+@operator("bank_mixing")
 def _bank_mixing(
     v: Tensor,
     policy: Tensor,
@@ -168,7 +169,7 @@ def _(
     return v.new_empty(v.shape), _empty_sums(v, window, activation)
 
 
-@torch.library.custom_op("tokamix::bank_mixing_backward", mutates_args=())
+@operator("bank_mixing_backward")
 def _bank_mixing_backward(
     grad: Tensor,
     v: Tensor,
@@ -214,12 +215,13 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)  # no zeros for the sums
     ctx.save_for_backward(*inputs[:3], *output)
     ctx.options = inputs[3:]
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    grads = torch.ops.tokamix.bank_mixing_backward(grad, *ctx.saved_tensors, *ctx.options)
+def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    grads = (None,) * 3 if grad is None else _bank_mixing_backward(grad, *ctx.saved_tensors, *ctx.options)
     return *grads, None, None, None, None, None
 
 
