@@ -126,6 +126,7 @@ def test_the_least_recently_used_graph_is_dropped() -> None:
     sizes = [images(n, 3, 8, 8) for n in (1, 2, 3)]
     for x in (sizes[0], sizes[1]) * 2:
         fast(x)
+    assert fast.recorded == 2
     fast(sizes[0])  # used last
     for _ in range(2):
         fast(sizes[2])

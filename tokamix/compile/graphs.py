@@ -176,8 +176,9 @@ class Graphed(nn.Module):
 
     def _record(self, key: Hashable, run: Callable[..., Any], tensors: list[Tensor]) -> Recording:
         """Record a graph; drop the least recently used one if there are too many, all if the model has changed."""
-        if self._snapshot is None or not self._snapshot.is_current():
+        if self._snapshot is not None and not self._snapshot.is_current():
             self.reset()
+        if self._snapshot is None:
             for name, module in self.model.named_modules():
                 if module.training:
                     raise ValueError(f"a graphed model is for inference, but {name} is in training mode; call eval()")
