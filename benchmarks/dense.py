@@ -17,13 +17,13 @@ import torch
 from active_token import deformable_model
 from torch import Tensor, nn
 
+from tokamix.bench.detectors import scale_class_logits
 from tokamix.bench.timing import median_ms, print_costs
 from tokamix.dense import GraphedModel, MaskRCNN, create_detector, create_segmenter
 
 CASES = [("mask_rcnn", (800, 1280), 1), ("mask_rcnn", (800, 1280), 4), ("semantic_fpn", (512, 512), 8)]
 QUICK = [("mask_rcnn", (64, 96), 1), ("semantic_fpn", (64, 64), 1)]
 FIELDS = ("method", "size", "batch", "precision", "mode", "ours_ms", "deform_ms", "ours_images_s", "times_as_fast")
-LOGIT_STD = 0.6  # standard deviation of class logits
 
 
 def create(method: str, quick: bool) -> nn.Module:
@@ -32,19 +32,6 @@ def create(method: str, quick: bool) -> nn.Module:
     if method == "mask_rcnn":
         return create_detector(method, backbone, 80, **small).eval()
     return create_segmenter(method, backbone, 150, **small).eval()
-
-
-def scale_class_logits(detector: MaskRCNN, images: Tensor) -> None:
-    """Centre and scale the class logits so that about a hundred detections pass the threshold, as after training."""
-    logits: list[Tensor] = []
-    layer = detector.stages[0].classify
-    hook = layer.register_forward_hook(lambda layer, inputs, out: logits.append(out))
-    detector(images[:1])
-    hook.remove()
-    mean = logits[0].mean(0)
-    scale = LOGIT_STD / (logits[0] - mean).std()
-    layer.weight.data *= scale
-    layer.bias.data = -mean * scale
 
 
 def outputs(model: nn.Module, images: Tensor) -> list[Tensor]:
@@ -81,7 +68,7 @@ def measure(case: tuple[str, tuple[int, int], int], options: argparse.Namespace)
     images = torch.randn(batch, 3, *size, device=device)
     ours = create(method, options.quick).to(device)
     if isinstance(ours, MaskRCNN):
-        scale_class_logits(ours, images)
+        scale_class_logits(ours, ours.stages[0].classify, images[:1])
     check(ours, deformable_model(ours), images[:1])
     state = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
     for precision in options.precision:

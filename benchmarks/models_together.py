@@ -1,83 +1,149 @@
-"""The models suite, compiled in parallel, then timed one by one: python benchmarks/models_together.py FOLDER [REGEX].
+"""Models compiled at the same time, each in its own process, then timed in turn: ours and peers interleaved.
 
-Compilation takes most of the time and little of the GPU, so on a rented GPU this is several times cheaper. Writes
-FOLDER/models.csv, like `tokamix bench --suite models`, and FOLDER/environment.txt.
+    python benchmarks/models_together.py targets --deadline 540    # results/targets.csv: the table of speed targets
+    python benchmarks/models_together.py models                    # results/models.csv, like `tokamix bench`
+
+Compilation takes most of the time and little of the GPU, so on a rented GPU this is several times cheaper than
+`tokamix bench`. Groups of models run one after the other, most wanted first; the models of a group take several turns
+each. Rows are written group by group, and the same command again measures what is missing. The first call of a model
+(`first_call_s`) is measured with empty caches and two compiler threads, while the others of its group compile.
 """
 
-import contextlib
-import csv
+import argparse
 import itertools
+import multiprocessing as mp
 import os
-import queue
 import re
-import sys
-import threading
+import tempfile
 import time
+from contextlib import ExitStack
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
-import torch.multiprocessing as mp
+COMPILE_SECONDS = 280  # after which the compiled models are timed, even if others still compile
+TURNS, TURN_SECONDS = 3, 0.5
 
-COMPILE_TIMEOUT = 280  # seconds after which the compiled models are timed, even if others still compile
+
+def work(suite: str, label: str, device: str, parent: Connection) -> None:
+    """Create and compile a model, then check and time it on demand."""
+    with tempfile.TemporaryDirectory() as caches:
+        os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
+        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
+        try:
+            import torch
+
+            from tokamix.bench.suites import CASES
+
+            create = {name: create for _, name, create in CASES[suite](device)}[label]
+            timed = create()
+            timed.first_call()
+            parent.send(None)
+            while (command := parent.recv()) != "stop":
+                if command == "check":
+                    timed.check()
+                else:
+                    timed.time(TURN_SECONDS if device == "cuda" else 0)
+                if device == "cuda":
+                    torch.cuda.empty_cache()  # for the others
+                parent.send(timed.row.as_dict())
+        except Exception as error:
+            parent.send(f"FAILED, {type(error).__name__}: {str(error)[:300]}")
 
 
-def work(label: str, barrier: mp.Barrier, turn: mp.Lock, rows: mp.Queue) -> None:
-    """Compile, wait for the others, then time alone."""
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"
-    from tokamix.bench.suites import SUITES
+class Worker:
+    """A model in its own process."""
 
-    waited = False
+    def __init__(self, suite: str, label: str, device: str) -> None:
+        context = mp.get_context("spawn")
+        self.label, self.row, self.problem = label, {}, ""
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=work, args=(suite, label, device, other), daemon=False)
+        self.process.start()
+        other.close()
 
-    def wait_for_compilation() -> None:
-        nonlocal waited
-        waited = True
-        with contextlib.suppress(threading.BrokenBarrierError):
-            barrier.wait(COMPILE_TIMEOUT)
+    def receive(self) -> None:
+        try:
+            answer: Any = self.connection.recv()
+        except EOFError:
+            answer = "FAILED: its process died"
+        if isinstance(answer, str):
+            self.problem = answer
+        elif answer:
+            self.row = answer
 
-    def wait() -> None:
-        wait_for_compilation()
-        turn.acquire()
+    def ask(self, command: str) -> None:
+        try:
+            self.connection.send(command)
+            self.receive()
+        except OSError:
+            self.problem = "FAILED: its process died"
 
-    try:
-        rows.put((label, dict(SUITES["models"]("cuda"))[label](before_timing=wait).as_dict()))
-    except Exception as error:
-        rows.put((label, f"FAILED, {type(error).__name__}: {str(error)[:300]}"))
-        if not waited:
-            return wait_for_compilation()
-    turn.release()
+    def close(self) -> None:
+        if self.process.is_alive() and not self.problem and self.row:
+            self.connection.send("stop")
+            self.process.join(20)
+        if self.process.is_alive():
+            self.process.terminate()
+            self.process.join(20)
+
+
+def measure(suite: str, labels: list[str], device: str, end: float, log: Any) -> list[Worker]:
+    """Compile the models of a group at the same time, then check and time them in turn."""
+    with ExitStack() as stack:
+        workers = [Worker(suite, label, device) for label in labels]
+        for worker in workers:
+            stack.callback(worker.close)
+        compiling = {worker.connection: worker for worker in workers}
+        stop = min(time.monotonic() + COMPILE_SECONDS, end)
+        while compiling and (left := stop - time.monotonic()) > 0:
+            for connection in wait(list(compiling), timeout=left):
+                worker = compiling.pop(connection)
+                worker.receive()
+                log(f"{worker.label}: {worker.problem or 'compiled'}")
+        for worker in compiling.values():
+            worker.problem = "FAILED: not compiled in time"
+        for command in ("check", *["time"] * TURNS):
+            for worker in workers:
+                if not worker.problem and (command == "check" or time.monotonic() < end or not worker.row):
+                    worker.ask(command)
+    return workers
 
 
 def main() -> None:
-    from tokamix.bench.suites import SUITES, environment
+    from tokamix.bench.rows import RowFile
+    from tokamix.bench.suites import CASES
 
-    folder, only = Path(sys.argv[1]), (sys.argv[2:] or [""])[0]
-    labels = [label for label, _ in SUITES["models"]("cuda") if re.search(only, label)]
-    results: dict[str, dict | str] = {}
-    (folder / "environment.txt").write_text(environment("cuda"))
-    for _, group in itertools.groupby(labels, key=lambda label: label.split()[-1]):
-        measure(list(group), labels, results, folder)
+    start = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", choices=CASES)
+    parser.add_argument("--output", type=Path, default=Path("results"), help="folder of the CSV file")
+    parser.add_argument("--only", default="", help="regular expression that labels must match")
+    parser.add_argument("--deadline", type=float, default=float("inf"), help="seconds; slow compilations are given up")
+    options = parser.parse_args()
+    import torch
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = RowFile(options.output / f"{options.suite}.csv", keep=True)
+    end = start + options.deadline
 
-def measure(group: list[str], labels: list[str], results: dict[str, dict | str], folder: Path) -> None:
-    """Measure the models of one compilation mode, adding to `results` and to the file row by row."""
-    context = mp.get_context("spawn")
-    barrier, turn, rows = context.Barrier(len(group)), context.Lock(), context.Queue()
-    start = time.perf_counter()
-    workers = [context.Process(target=work, args=(label, barrier, turn, rows), daemon=True) for label in group]
-    for worker in workers:
-        worker.start()
-    while any(label not in results for label in group) and any(w.is_alive() for w in workers):
-        try:
-            label, row = rows.get(timeout=5)
-        except queue.Empty:
+    def log(line: str) -> None:
+        print(f"{time.monotonic() - start:5.0f} s  {line}", flush=True)
+
+    cases = [
+        (group, label)
+        for group, label, _ in CASES[options.suite](device)
+        if re.search(options.only, label) and label not in rows.labels
+    ]
+    for group, members in itertools.groupby(cases, key=lambda case: case[0]):
+        labels = [label for _, label in members]
+        if time.monotonic() > end:
+            log(f"deadline: {group} is missing; run the same command again")
             continue
-        results[label] = row
-        print(f"{time.perf_counter() - start:5.0f} s  {label}: {row}", flush=True)
-        measured = [row for name in labels if isinstance(row := results.get(name), dict)]
-        if measured:
-            with (folder / "models.csv").open("w", newline="") as file:
-                writer = csv.DictWriter(file, list(measured[0]))
-                writer.writeheader()
-                writer.writerows({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in m.items()} for m in measured)
+        for worker in measure(options.suite, labels, device, end, log):
+            if worker.row and not worker.problem and worker.row["milliseconds"] > 0:
+                rows.append(worker.label, worker.row, device)
+            log(f"{worker.label}: {worker.problem or worker.row}")
 
 
 if __name__ == "__main__":

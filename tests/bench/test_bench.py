@@ -1,28 +1,41 @@
 """Benchmarks check the timed call against float32 first; suites report empty selections and failures."""
 
+import csv
+import math
+import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 
-from tokamix.bench import models, ops, suites
+from tokamix.bench import detectors, models, ops, scaling, suites
+from tokamix.bench.rows import RowFile
 
-SMALL = {"size": 32, "batch": 2, "device": "cpu", "seconds": 0.0, "depth": 1}
+SMALL = {"size": 32, "batch": 2, "device": "cpu", "depth": 1, "img_size": 32}
+
+
+def small(mode: str, **options: Any) -> models.ModelRow:
+    return models.measure(partial(models.TimedModel, "columnar_tiny_sima", mode, **SMALL, **options), seconds=0)
 
 
 @pytest.mark.parametrize("mode", ["infer", "train"])
 def test_model(mode: str) -> None:
-    row = models.measure("columnar_tiny_sima", mode, compiled="", img_size=32, **SMALL)
+    row = small(mode, compiled="")
     assert row.error < 1e-5
-    assert row.images_per_second > 0
+    assert row.images_per_second == pytest.approx(2e3 / row.milliseconds)
+    assert min(row.first_call_s, row.milliseconds) > 0
+    assert row.spread == 0  # one turn
 
 
 @pytest.mark.parametrize("mode", ["infer", "train"])
 def test_wrong_output_is_not_timed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda model, mode: lambda images: 1.1 * model(images))
     with pytest.raises(RuntimeError, match="not timed, because the result is wrong"):
-        models.measure("columnar_tiny_sima", mode, img_size=32, **SMALL)
+        small(mode)
 
 
 class WrongBackward(torch.autograd.Function):
@@ -65,12 +78,124 @@ def test_failed_measurements_are_left_out(tmp_path: Path, monkeypatch: pytest.Mo
     def fail() -> ops.OpRow:
         raise RuntimeError("out of memory")
 
-    row = ops.OpRow("copy", "small", 4, "torch", *[1.0] * 8)
+    row = ops.OpRow("copy", "small", 4, "torch", *[1.0] * 9)
     lines: list[str] = []
     monkeypatch.setitem(suites.SUITES, "ops", lambda device: iter([("bad", fail), ("good", lambda: row)]))
     path = suites.run("ops", tmp_path, "cpu", log=lines.append)
-    assert path.read_text().splitlines()[1:] == ["copy,small,4,torch,1,1,1,1,1,1,1,1"]
+    (line,) = path.read_text().splitlines()[1:]
+    assert line.startswith("good,copy,small,4,torch,1,1,1,1,1,1,1,1,1,")
     assert lines[0] == "bad: FAILED, RuntimeError: out of memory"
     with pytest.raises(RuntimeError, match="all 1 measurements of suite 'ops' failed"):
         suites.run("ops", tmp_path / "none", "cpu", only="bad", log=lines.append)
     assert not (tmp_path / "none").exists()
+
+
+def read(path: Path) -> dict[str, dict[str, str]]:
+    return {row["label"]: row for row in csv.DictReader(path.open())}
+
+
+def test_a_suite_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing begins after the deadline; the next run measures what is missing and keeps what is there."""
+    measured: list[str] = []
+
+    def measure(label: str) -> ops.OpRow:
+        measured.append(label)
+        return ops.OpRow(label, "small", 4, "torch", *[float(len(measured))] * 9)
+
+    monkeypatch.setitem(suites.SUITES, "ops", lambda device: ((label, partial(measure, label)) for label in "abc"))
+    lines: list[str] = []
+    run = partial(suites.run, "ops", tmp_path, "cpu", log=lines.append, resume=True)
+    run(only="b")
+    run(deadline=time.monotonic() - 1)
+    assert measured == ["b"]
+    assert "2 measurements of suite 'ops' are missing" in lines[-1]
+    run()
+    run()
+    assert measured == ["b", "a", "c"]
+    rows = read(tmp_path / "ops.csv")
+    assert [row["forward_ms"] for row in rows.values()] == ["1", "2", "3"]
+    assert rows["a"]["processor"] == "CPU"
+    suites.run("ops", tmp_path, "cpu", only="c", log=lines.append)  # without resume: a new file
+    assert list(read(tmp_path / "ops.csv")) == ["c"]
+
+
+def test_rows_of_other_columns(tmp_path: Path) -> None:
+    """A file of an earlier format without labels is replaced; one with labels and other columns is not touched."""
+    path = tmp_path / "a.csv"
+    path.write_text("op,ms\nx,1\n")
+    RowFile(path, keep=True).append("new", {"op": "x"}, "cpu")
+    assert list(read(path)) == ["new"]
+    with pytest.raises(ValueError, match="has other columns than this measurement; move it away"):
+        RowFile(path, keep=True).append("more", {"op": "x", "ms": 1.0}, "cpu")
+    assert list(read(path)) == ["new"]
+
+
+@pytest.mark.parametrize("name", [*scaling.OURS, *scaling.PEERS])
+def test_mixers_of_the_scaling_suite(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All map tokens to tokens; mixers with windows get the next smaller multiple of 14."""
+    monkeypatch.setattr(scaling, "DIM", 12)
+    row = scaling.measure_mixer(name, 16, "cpu", 0.0)
+    assert row.tokens == (14 * 14 if name in scaling.WINDOWED else 16 * 16)
+    assert row.error < 1e-5
+    assert min(row.forward_ms, row.training_ms) > 0
+
+
+def test_peers_compute_what_their_networks_do() -> None:
+    """Windows and blocks as timm's own modules give them, each window for itself."""
+    x = torch.randn(2, 14 * 14, 8)
+    swin, block = scaling.SwinWindows(8, 2), scaling.ConvNeXtLayer(8)
+    corner = x.unflatten(1, (14, 14))[:, :7, 7:].flatten(1, 2)
+    torch.testing.assert_close(swin(x, (14, 14)).unflatten(1, (14, 14))[:, :7, 7:].flatten(1, 2), swin.attend(corner))
+    expected = block.block(x.mT.unflatten(2, (14, 14)).contiguous()).flatten(2).mT
+    torch.testing.assert_close(block(x, (14, 14)), expected)
+
+
+@pytest.mark.parametrize("mode", ["infer", "train"])
+def test_large_images(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "IMAGE_SIZES", (64, 32))
+    measure = partial(scaling.measure_image, "columnar_tiny_sima", mode, device="cpu", seconds=0.0, depth=1)
+    rows = [measure(size, img_size=size) for size in (64, 32)]
+    assert all(row.fits and row.milliseconds > 0 for row in rows)
+    assert [math.isnan(row.error) for row in rows] == [True, mode == "train"]
+
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(scaling, "median_ms", full)
+    row = measure(64, img_size=64)
+    assert not row.fits
+    assert math.isnan(row.milliseconds)
+
+
+def test_step_for_graph_leaves_no_gradients() -> None:
+    timed = models.TimedModel("columnar_tiny_sima", "train", compiled="", **SMALL)
+    timed.step_for_graph()
+    assert all(p.grad is None for p in timed.model.parameters())
+
+
+def test_targets() -> None:
+    """Labels are unique, models exist, and every group has a peer."""
+    cases = list(suites.target_cases("cpu"))
+    assert len({label for _, label, _ in cases}) == len(cases) > 20
+    for mode, size, batch, compiled, names in suites.TARGETS:
+        assert all(map(timm.is_model, names.split()))
+        assert "convnext_tiny" in names, (mode, size, batch, compiled)
+    assert [label for group, label, _ in cases if group == "detect"][::2] == [
+        "detect eager: mask_rcnn atmnet_tiny",
+        "detect best: mask_rcnn atmnet_tiny",
+    ]
+
+
+@pytest.mark.parametrize("name", [detectors.OURS, detectors.TORCHVISION])
+def test_detectors(name: str) -> None:
+    ours = {"width": 16, "dims": (8, 8, 8, 8), "depths": (1, 1, 1, 1)}
+    options = ours if name == detectors.OURS else {"rpn_post_nms_top_n_test": 8}
+    timed = detectors.TimedDetector(name, size=(64, 96), device="cpu", **options)
+    timed.first_call()
+    assert timed.check() < 1e-5
+    timed.time(0.0)
+    assert (timed.row.size, timed.row.batch, timed.row.compiled) == ("64x96", 1, "")
+    assert timed.row.milliseconds > 0
+    timed.call = lambda images: [{"boxes": torch.empty(0, 4)}]
+    with pytest.raises(RuntimeError, match=f"not timed, because {name} detects nothing"):
+        timed.check()

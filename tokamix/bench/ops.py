@@ -15,7 +15,6 @@ from tokamix.ops import active_gather_axes, broadcast_context, sima_attention
 from tokamix.ops.dispatch import use_backend
 
 BANDWIDTH = 4.25e12  # bytes per second, read plus written, of a device-to-device copy on an H200
-SCALING_SIDES = (14, 28, 56, 112, 224, 256)  # 196 to 65,536 tokens
 
 
 @dataclass
@@ -31,6 +30,7 @@ class OpRow:
     graph_ms: float  # forward, replayed from a CUDA graph
     training_graph_ms: float  # forward and backward, replayed from a CUDA graph
     peak_gb: float  # of forward and backward
+    forward_gb: float  # peak memory of forward alone
     limit_ms: float  # minimal bytes of the forward pass, each tensor once, divided by BANDWIDTH
     error: float  # relative RMSE of the output against float32 without kernels
     gradient_error: float  # the largest over all inputs and parameters
@@ -130,16 +130,6 @@ def model_cases() -> Iterator[OpCase]:
     yield from context_broadcast_case(128, 197, 384)
 
 
-def scaling_cases() -> Iterator[OpCase]:
-    """Cost over the number of tokens: batch 4, 384 channels, 6 heads."""
-    for side in SCALING_SIDES:
-        yield from sima_case(4, 6, side**2)
-        yield from active_token_case(4, side, 384, 8)
-        yield from super_token_case(4, side, 384, 7, 6)
-        yield from weight_mixing_case(4, side if side != 256 else 252, 384, 6, 9, 14)
-        yield from context_broadcast_case(4, side**2, 384)
-
-
 def measure(case: OpCase, backend: str, device: str = "cuda", seconds: float = 0.2) -> OpRow:
     """Check output and gradients, then time one operator in bfloat16 (float32 on the CPU)."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -174,6 +164,7 @@ def measure(case: OpCase, backend: str, device: str = "cuda", seconds: float = 0
         with torch.no_grad():
             out = module(*inputs)
             forward, graph = _eager_and_graph_ms(lambda: module(*inputs), device, seconds)
+            forward_peak = peak_gb(lambda: module(*inputs)) if device == "cuda" else float("nan")
         seed = torch.randn_like(out)
 
         def train() -> None:
@@ -183,7 +174,8 @@ def measure(case: OpCase, backend: str, device: str = "cuda", seconds: float = 0
         peak = peak_gb(train) if device == "cuda" else float("nan")
     limit = sum(t.numel() * t.element_size() for t in [*inputs, out]) / BANDWIDTH * 1e3
     label = (case.op, case.case, case.tokens, backend)
-    return OpRow(*label, forward, training, graph, training_graph, peak, limit, errors[0], max(errors[1:]))
+    times = (forward, training, graph, training_graph)
+    return OpRow(*label, *times, peak, forward_peak, limit, errors[0], max(errors[1:]))
 
 
 def _eager_and_graph_ms(run: Callable[[], object], device: str, seconds: float) -> tuple[float, float]:
