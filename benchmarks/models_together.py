@@ -10,88 +10,101 @@ each. Rows are written group by group, and the same command again measures what 
 """
 
 import argparse
-import itertools
-import multiprocessing as mp
+import math
+import multiprocessing
 import os
 import re
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tokamix.bench.rows import RowFile
+from tokamix.bench.suites import CASES
+
+CONTEXT = multiprocessing.get_context("spawn")
 COMPILE_SECONDS = 280  # after which the compiled models are timed, even if others still compile
 TURNS, TURN_SECONDS = 3, 0.5
+STOP_SECONDS = 20
 
 
-def work(suite: str, label: str, device: str, parent: Connection) -> None:
+def work(create: Callable[[], Any], parent: Connection) -> None:
     """Create and compile a model, then check and time it on demand."""
-    with tempfile.TemporaryDirectory() as caches:
-        os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
-        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
-        try:
-            import torch
-
-            from tokamix.bench.suites import CASES
-
-            create = {name: create for _, name, create in CASES[suite](device)}[label]
-            timed = create()
-            timed.first_call()
-            parent.send(None)
-            while (command := parent.recv()) != "stop":
-                if command == "check":
-                    timed.check()
-                else:
-                    timed.time(TURN_SECONDS if device == "cuda" else 0)
-                if device == "cuda":
-                    torch.cuda.empty_cache()  # for the others
-                parent.send(timed.row.as_dict())
-        except Exception as error:
-            parent.send(f"FAILED, {type(error).__name__}: {str(error)[:300]}")
+    try:
+        timed = create()
+        timed.first_call()
+        parent.send(None)
+        while (command := parent.recv()) != "stop":
+            if command == "check":
+                timed.check()
+            else:
+                timed.time(TURN_SECONDS)
+            if timed.device == "cuda":
+                torch.cuda.empty_cache()  # for the others
+            parent.send(timed.row.as_dict())
+    except Exception as error:
+        parent.send(f"FAILED, {type(error).__name__}: {str(error)[:300]}")
 
 
 class Worker:
-    """A model in its own process."""
+    """A model in its own process, with compiler caches of its own."""
 
-    def __init__(self, suite: str, label: str, device: str) -> None:
-        context = mp.get_context("spawn")
+    def __init__(self, label: str, create: Callable[[], Any]) -> None:
         self.label, self.row, self.problem = label, {}, ""
-        self.connection, other = context.Pipe()
-        self.process = context.Process(target=work, args=(suite, label, device, other), daemon=False)
+        self.caches = tempfile.TemporaryDirectory()
+        os.environ |= {
+            "TORCHINDUCTOR_COMPILE_THREADS": "2",
+            "TORCHINDUCTOR_CACHE_DIR": f"{self.caches.name}/inductor",
+            "TRITON_CACHE_DIR": f"{self.caches.name}/triton",
+        }
+        self.connection, other = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=work, args=(create, other))
         self.process.start()
-        other.close()
+        other.close()  # so that `recv` ends if the process dies
 
     def receive(self) -> None:
         try:
             answer: Any = self.connection.recv()
-        except EOFError:
-            answer = "FAILED: its process died"
+        except (EOFError, OSError):
+            answer = "FAILED, its process died"
         if isinstance(answer, str):
             self.problem = answer
         elif answer:
             self.row = answer
 
     def ask(self, command: str) -> None:
-        try:
+        with suppress(OSError):  # the process may have died; `receive` notices
             self.connection.send(command)
-            self.receive()
-        except OSError:
-            self.problem = "FAILED: its process died"
+        self.receive()
 
     def close(self) -> None:
-        if self.process.is_alive() and not self.problem and self.row:
-            self.connection.send("stop")
-            self.process.join(20)
+        if not self.problem:
+            with suppress(OSError):
+                self.connection.send("stop")
+            self.process.join(STOP_SECONDS)
         if self.process.is_alive():
             self.process.terminate()
-            self.process.join(20)
+            self.process.join(STOP_SECONDS)
+        self.caches.cleanup()
 
 
-def measure(suite: str, labels: list[str], device: str, end: float, log: Any) -> list[Worker]:
-    """Compile the models of a group at the same time, then check and time them in turn."""
+def measure(
+    creates: dict[str, Callable[[], Any]], end: float = math.inf, log: Callable[[str], object] = print
+) -> list[Worker]:
+    """Compile the models of a group at the same time, then check and time them in turn.
+
+    Args:
+        creates: label -> function that creates a `tokamix.bench.models.Timed`.
+        end: value of `time.monotonic()` after which no further turn begins.
+        log: called with one line per event.
+    """
     with ExitStack() as stack:
-        workers = [Worker(suite, label, device) for label in labels]
+        workers = [Worker(label, create) for label, create in creates.items()]
         for worker in workers:
             stack.callback(worker.close)
         compiling = {worker.connection: worker for worker in workers}
@@ -102,46 +115,38 @@ def measure(suite: str, labels: list[str], device: str, end: float, log: Any) ->
                 worker.receive()
                 log(f"{worker.label}: {worker.problem or 'compiled'}")
         for worker in compiling.values():
-            worker.problem = "FAILED: not compiled in time"
-        for command in ("check", *["time"] * TURNS):
+            worker.problem = "FAILED, not compiled in time"
+        for turn, command in enumerate(("check", *["time"] * TURNS)):
             for worker in workers:
-                if not worker.problem and (command == "check" or time.monotonic() < end or not worker.row):
+                if not worker.problem and (turn < 2 or time.monotonic() < end):  # at least one turn each
                     worker.ask(command)
     return workers
 
 
 def main() -> None:
-    from tokamix.bench.rows import RowFile
-    from tokamix.bench.suites import CASES
-
     start = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=CASES)
     parser.add_argument("--output", type=Path, default=Path("results"), help="folder of the CSV file")
     parser.add_argument("--only", default="", help="regular expression that labels must match")
-    parser.add_argument("--deadline", type=float, default=float("inf"), help="seconds; slow compilations are given up")
+    parser.add_argument("--deadline", type=float, default=math.inf, help="seconds after which no group or turn begins")
     options = parser.parse_args()
-    import torch
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = RowFile(options.output / f"{options.suite}.csv", keep=True)
-    end = start + options.deadline
 
     def log(line: str) -> None:
         print(f"{time.monotonic() - start:5.0f} s  {line}", flush=True)
 
-    cases = [
-        (group, label)
-        for group, label, _ in CASES[options.suite](device)
-        if re.search(options.only, label) and label not in rows.labels
-    ]
-    for group, members in itertools.groupby(cases, key=lambda case: case[0]):
-        labels = [label for _, label in members]
-        if time.monotonic() > end:
-            log(f"deadline: {group} is missing; run the same command again")
+    groups: dict[str, dict[str, Callable[[], Any]]] = {}
+    for group, label, create in CASES[options.suite](device):
+        if re.search(options.only, label) and label not in rows.labels:
+            groups.setdefault(group, {})[label] = create
+    for group, creates in groups.items():
+        if time.monotonic() > start + options.deadline:
+            log(f"deadline: {len(creates)} rows of {group!r} are missing; run the same command again")
             continue
-        for worker in measure(options.suite, labels, device, end, log):
-            if worker.row and not worker.problem and worker.row["milliseconds"] > 0:
+        for worker in measure(creates, start + options.deadline, log):
+            if not worker.problem:
                 rows.append(worker.label, worker.row, device)
             log(f"{worker.label}: {worker.problem or worker.row}")
 

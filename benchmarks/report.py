@@ -1,12 +1,14 @@
 """Turn results/*.csv into docs/benchmarks.md and its plots: python benchmarks/report.py."""
 
 import csv
+import math
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from targets import NOT_MEASURED, targets_table
 
 ROOT = Path(__file__).parent.parent
 RESULTS, DOCS = ROOT / "results", ROOT / "docs"
@@ -14,17 +16,29 @@ RESULTS, DOCS = ROOT / "results", ROOT / "docs"
 METHODS = {"mask_rcnn": "Mask R-CNN", "semantic_fpn": "Semantic FPN"}
 GRAPHS = "reduce-overhead"  # the mode of torch.compile that replays CUDA graphs
 COLORS = {
-    "softmax": "#444444",
-    "sima": "#d1495b",
-    "active_token": "#00798c",
-    "super_token": "#edae49",
-    "weight_mixing": "#66a182",
-    "context_broadcast": "#8d6a9f",
+    "SimA": "#d1495b",
+    "active tokens": "#00798c",
+    "super tokens": "#edae49",
+    "weight mixing": "#66a182",
+    "softmax attention": "#222222",
+    "Swin windows": "#777777",
+    "ConvNeXt block": "#aaaaaa",
+}
+PEERS = ("softmax attention", "Swin windows", "ConvNeXt block")
+PANELS = {
+    "forward, ms": "graph_ms",
+    "forward and backward, ms": "training_graph_ms",
+    "peak memory of forward, GB": "forward_gb",
+    "peak memory of forward and backward, GB": "peak_gb",
 }
 
 
 def rows(name: str) -> list[dict[str, str]]:
-    with (RESULTS / f"{name}.csv").open(newline="") as file:
+    """The rows of a file; none if it was not measured yet."""
+    path = RESULTS / f"{name}.csv"
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
@@ -138,23 +152,87 @@ def dense_table() -> list[str]:
     return lines
 
 
-def scaling_plot() -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
-    for op in COLORS:
-        points = [r for r in rows("scaling") if r["op"] == op and r["backend"] in ("triton", "torch")]
-        tokens = [int(r["tokens"]) for r in points]
-        for axis, key in zip(axes, ("graph_ms", "peak_gb"), strict=True):
-            axis.plot(tokens, [float(r[key]) for r in points], "o-", color=COLORS[op], label=op.replace("_", " "), ms=4)
-        if op != "softmax":  # the same limit as SimA
-            axes[0].plot(tokens, [float(r["limit_ms"]) for r in points], ":", color=COLORS[op], lw=1)
-    axes[0].plot([], [], ":", color="#777777", lw=1, label="fewest bytes of each")
-    for axis, title in zip(axes, ("forward, ms", "peak memory of forward + backward, GB"), strict=True):
+def scaling_section() -> list[str]:
+    """Draw the mixers, and say what the picture shows; the earlier picture of operators stays until they are there."""
+    points = [r for r in rows("scaling") if r["op"] in COLORS]
+    picture = "![Cost against size](scaling.png)"
+    if not points:
+        return [
+            picture,
+            "",
+            "Operators alone, batch 4, 384 channels, 15 November 2026. Whole mixers with peers, and images up to"
+            f" 4,096 px: {NOT_MEASURED}.",
+        ]
+    scaling_plot(points)
+    first, last = (pick(int(r["tokens"]) for r in points) for pick in (min, max))
+    date, processor, torch = (points[-1][key] for key in ("date", "processor", "torch"))
+    return [
+        picture,
+        "",
+        f"Whole mixers with their projections from {first:,} to {last:,} tokens, batch 4, 384 channels, 6 heads,"
+        " bfloat16, replayed from CUDA graphs without compilation; ours solid, peers dashed. Softmax attention is"
+        " PyTorch's fused one (FlashAttention), Swin's windows are timm's with fused attention, and ConvNeXt's block"
+        " contains its MLP, which the others do not have. Super tokens have no projections of single tokens. Mixers"
+        " with windows get the next smaller grid that is a multiple of 14. Dotted: the time that the fewest bytes (one"
+        f" read and one write of the tokens) need. {processor}, torch {torch}, {date} (`results/scaling.csv`).",
+        "",
+        *images_table(),
+    ]
+
+
+def scaling_plot(points: list[dict[str, str]]) -> None:
+    figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    for name, color in COLORS.items():
+        own = sorted((r for r in points if r["op"] == name), key=lambda r: int(r["tokens"]))
+        tokens = [int(r["tokens"]) for r in own]
+        for axis, key in zip(axes.flat, PANELS.values(), strict=True):
+            values = [float(r[key]) for r in own]
+            axis.plot(tokens, values, "o--" if name in PEERS else "o-", color=color, label=name, ms=4)
+    limits = sorted({(int(r["tokens"]), float(r["limit_ms"])) for r in points})
+    axes[0, 0].plot(*zip(*limits, strict=True), ":", color="#777777", lw=1, label="fewest bytes")
+    for axis, title in zip(axes.flat, PANELS, strict=True):
         axis.set(xscale="log", yscale="log", xlabel="tokens", title=title)
         axis.grid(alpha=0.25, which="both", lw=0.5)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False, fontsize=9)
+    axes[0, 0].legend(frameon=False, fontsize=9)
     figure.suptitle("Cost against size: batch 4, 384 channels, bfloat16, one H200", fontsize=12)
-    figure.savefig(DOCS / "scaling.png", dpi=150)
+    figure.savefig(DOCS / "scaling.png", dpi=110)
+
+
+def images_table() -> list[str]:
+    """Models by the largest image that fits: milliseconds and peak memory of one image."""
+    measured = {(r["model"], r["mode"], int(r["size"])): r for r in rows("images")}
+    sizes = sorted({size for _, _, size in measured})
+    names = list(dict.fromkeys(model for model, _, _ in measured))
+    if not names:
+        return [f"Images up to 4,096 px: {NOT_MEASURED}."]
+    headings = [f"{title}, {size:,} px" for title in ("inference", "training") for size in sizes]
+    lines = [
+        "One image, nothing compiled, milliseconds (peak memory in GB), replayed from a CUDA graph where the model can"
+        " be captured (`results/images.csv`):",
+        "",
+        f"| model | {' | '.join(headings)} | largest image that fits, inference / training |",
+        f"|---|{'---|' * (len(headings) + 1)}",
+    ]
+    for name in names:
+        cells = [image_cell(measured.get((name, mode, size))) for mode in ("infer", "train") for size in sizes]
+        largest = [
+            max((s for s in sizes if (r := measured.get((name, mode, s))) and r["fits"] == "True"), default=0)
+            for mode in ("infer", "train")
+        ]
+        fits = " / ".join(f"{size:,} px" if size else NOT_MEASURED for size in largest)
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {fits} |")
+    return lines
+
+
+def image_cell(row: dict[str, str] | None) -> str:
+    if row is None:
+        return NOT_MEASURED
+    if row["fits"] != "True":
+        return "does not fit"
+    graph = float(row["graph_ms"])
+    milliseconds = float(row["milliseconds"]) if math.isnan(graph) else graph
+    return f"{milliseconds:,.1f} ({float(row['peak_gb']):.1f})"
 
 
 def models_plot(sides: Sides) -> None:
@@ -185,7 +263,6 @@ def models_plot(sides: Sides) -> None:
 
 def main() -> None:
     sides = Sides()
-    scaling_plot()
     models_plot(sides)
     environment = (RESULTS / "environment.txt").read_text().strip()
     page = (DOCS / "benchmarks.in.md").read_text()
@@ -197,6 +274,8 @@ def main() -> None:
         "LARGE": models_table("infer", 1024),
         "DENSE": dense_table(),
         "OPS": ops_table(),
+        "SCALING": scaling_section(),
+        "TARGETS": targets_table(rows("targets"), rows("eager"), rows("side_by_side")),
         "ENVIRONMENT": [environment],
     }.items():
         page = page.replace(f"<{mark}>", "\n".join(lines))

@@ -137,7 +137,10 @@ def test_bench(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("--suite all", "there is no suite 'all'; choose one of ops, scaling, models, mixers, softmax, h200"),
+        (
+            "--suite all",
+            "there is no suite 'all'; choose one of ops, scaling, models, mixers, softmax, images, ",
+        ),
         ("--device cuda", "--device cuda needs a GPU, and torch finds none"),
         ("--device tpu", "cannot measure on device 'tpu'; choose cuda or cpu"),
         ("--device cpu --only (", "--only '(' is not a regular expression"),

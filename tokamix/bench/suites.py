@@ -82,7 +82,7 @@ def target_cases(device: str) -> Iterator[Case]:
     for mode, size, batch, compiled, names in TARGETS:
         for name in names.split():
             create = partial(models.TimedModel, name, mode, size, batch, compiled, device=device)
-            group = f"{mode} {compiled or 'eager'}"
+            group = f"{mode} {'graphs' if compiled == GRAPHS else 'compiled'}"
             yield group, f"{group}: {name}, {size} px, batch {batch}", create
     for compiled in ("eager", "best"):
         for name, best in detectors.BEST_MODE.items():

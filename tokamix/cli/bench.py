@@ -20,7 +20,10 @@ def bench(
     ] = "",
     seconds: Annotated[float, typer.Option(min=0, help="With models: time of each size and batch.")] = 10.0,
     suite: Annotated[
-        str, typer.Option(help="Without models: ops, scaling, models, mixers, softmax, or h200 for the first three.")
+        str,
+        typer.Option(
+            help="Without models: ops, scaling, models, mixers, softmax, images, targets; h200: the first three."
+        ),
     ] = "ops",
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the CSV files.")] = Path("results"),
     device: Annotated[str, typer.Option(help="cuda or cpu. Default: cuda if available.")] = "",
