@@ -130,7 +130,7 @@ def test_info_checks_data(tmp_path: Path) -> None:
 def test_bench(tmp_path: Path) -> None:
     out = call("bench", "--suite", "ops", "--device", "cpu", "--only", "context_broadcast", "--output", str(tmp_path))
     assert "context_broadcast eager: B 128, C 384, 197 tokens: forward_ms" in out
-    assert (tmp_path / "ops.csv").read_text().startswith("op,case,tokens,backend,forward_ms")
+    assert (tmp_path / "ops.csv").read_text().startswith("label,op,case,tokens,backend,forward_ms")
     assert {f"columnar_small_{m} infer 224" for m in list_mixers()} == {label for label, _ in SUITES["mixers"]("cpu")}
 
 

@@ -16,7 +16,7 @@ from tokamix.bench.models import TimedModel
 from tokamix.bench.timing import median_ms, peak_gb
 from tokamix.mixers import Site, WeightMixing, create_mixer
 
-SIDES = (14, 28, 56, 112, 224, 256)  # of the grid: 196 to 65,536 tokens
+SIDES = (14, 28, 56, 112, 256)  # of the grid: 196 to 65,536 tokens
 IMAGE_SIZES = (4096, 2048, 1024)
 BATCH, DIM, HEADS = 4, 384, 6
 
