@@ -31,6 +31,11 @@ def test_model(mode: str) -> None:
     assert row.spread == 0  # one turn
 
 
+def test_graphed_model() -> None:
+    row = small("infer", compiled="graphed")
+    assert (row.compiled, row.error < 1e-5) == ("graphed", True)
+
+
 @pytest.mark.parametrize("mode", ["infer", "train"])
 def test_wrong_output_is_not_timed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda model, mode: lambda images: 1.1 * model(images))
@@ -199,3 +204,28 @@ def test_detectors(name: str) -> None:
     timed.call = lambda images: [{"boxes": torch.empty(0, 4)}]
     with pytest.raises(RuntimeError, match=f"not timed, because {name} detects nothing"):
         timed.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*scaling.OURS, *scaling.PEERS])
+def test_mixers_on_a_gpu(name: str) -> None:
+    """All can be replayed from a CUDA graph, forward and backward."""
+    row = scaling.measure_mixer(name, 28, seconds=0.01)
+    assert min(row.graph_ms, row.training_graph_ms, row.forward_gb, row.peak_gb) > 0
+    assert row.backend == ("triton" if name in scaling.OURS else "torch")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["infer", "train"])
+def test_large_images_on_a_gpu(mode: str) -> None:
+    row = scaling.measure_image("stvit_small", mode, 256, seconds=0.01)
+    assert row.fits
+    assert 0 < row.graph_ms < 10 * row.milliseconds
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [detectors.OURS, detectors.TORCHVISION])
+def test_detectors_on_a_gpu(name: str) -> None:
+    """Autocast; the best mode is compiled, which takes a minute, and is left to the benchmark."""
+    row = models.measure(partial(detectors.TimedDetector, name, size=(256, 320)), seconds=0.01)
+    assert (row.dtype, row.milliseconds > 0) == ("bf16", True)

@@ -64,7 +64,8 @@ def test_bad_input() -> None:
 
     assert "--sizes is '8,x', but must be numbers" in error("--sizes", "8,x")
     assert "there is no runtime 'tensorrt'; choose from eager" in error("--runtime", "tensorrt")
-    assert "CUDA graphs need a GPU" in error("--runtime", "graphs")
+    for runtime in ("graphs", "graphed"):
+        assert f"CUDA graphs need a GPU; leave out the runtime {runtime}" in error("--runtime", f"eager,{runtime}")
     assert "there is no model 'stvit'" in call(
         "pick", "--budget-ms", "5", "--models", "stvit", "--device", "cpu", code=1
     )

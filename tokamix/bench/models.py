@@ -13,6 +13,7 @@ from timm.utils import reparameterize_model
 from torch import Tensor
 
 from tokamix.bench.timing import median_ms, peak_gb, relative_rmse
+from tokamix.compile import graphed
 from tokamix.models._registry import create_model
 from tokamix.ops.dispatch import use_backend
 
@@ -89,7 +90,7 @@ class TimedModel(Timed):
         mode: "infer" or "train".
         size: side of the square images.
         batch: images per step.
-        compiled: "" for eager, else torch.compile's mode.
+        compiled: "" for eager, "graphed" for `tokamix.compile.graphed` (inference), else torch.compile's mode.
         backend: force "eager" or "triton" for tokamix's operators.
         device: "cuda" or "cpu".
         checked: whether `check` will be called, which needs the outputs in float32.
@@ -117,7 +118,11 @@ class TimedModel(Timed):
         torch.compiler.reset()
         if mode == "infer":
             self._prepare_inference(checked)
-        self.call = torch.compile(self.model, mode=compiled) if compiled else self.model
+        self.call: Callable[[Tensor], Tensor] = self.model
+        if compiled == "graphed":
+            self.call = graphed(self.model)
+        elif compiled:
+            self.call = torch.compile(self.model, mode=compiled)
         self.step = self._infer if mode == "infer" else self._train
         dtype = "bf16" if self.half is torch.bfloat16 else "fp32"
         self.row = ModelRow(name, mode, size, batch, dtype, compiled, backend or "auto")

@@ -18,6 +18,7 @@ from timm.utils import reparameterize_model
 from torch import Tensor, nn
 
 from tokamix.bench.timing import peak_gb
+from tokamix.compile import graphed
 from tokamix.cost import count_exp, count_macs
 from tokamix.export import export
 from tokamix.export.check import compare_outputs, largest_difference
@@ -35,7 +36,8 @@ EXPORTED = {
     "openvino-int8": ("nncf", "openvino", "int8"),
     "aoti": ("torch", "aoti", "fp32"),
 }
-RUNTIMES = ("eager", "compile", "graphs", *EXPORTED)
+ON_A_GPU = ("graphed", "compile", "graphs")  # without compilation, without CUDA graphs, with both
+RUNTIMES = ("eager", *ON_A_GPU, *EXPORTED)
 ANY_SIZE: tuple[dict[str, Any], ...] = (
     {"img_size": None},
     {"dynamic_img_size": True},
@@ -72,7 +74,7 @@ class RuntimeRow:
 
 def installed_runtimes(device: str) -> list[str]:
     """The runtimes that can be measured here, without those that are slow to prepare."""
-    names = ["eager", *(["compile", "graphs"] if device == "cuda" else [])]
+    names = ["eager", *(ON_A_GPU if device == "cuda" else ())]
     if device == "cpu":
         names += [name for name, (package, _, _) in EXPORTED.items() if find_spec(package) and name != "aoti"]
     return names
@@ -103,8 +105,8 @@ def measure_runtimes(
     """
     if unknown := [name for name in runtimes if name not in RUNTIMES]:
         raise ValueError(f"there is no runtime {unknown[0]!r}; choose from {', '.join(RUNTIMES)}")
-    if device == "cpu" and "graphs" in runtimes:
-        raise ValueError("CUDA graphs need a GPU; leave out the runtime graphs")
+    if device == "cpu" and (wrong := [name for name in runtimes if name in ("graphed", "graphs")]):
+        raise ValueError(f"CUDA graphs need a GPU; leave out the runtime {wrong[0]}")
     if device == "cuda" and (wrong := [name for name in runtimes if name.startswith("openvino")]):
         raise ValueError(f"{wrong[0]} runs on a CPU; use --device cpu")
     for size in sizes:
@@ -222,7 +224,9 @@ def _create_call(
     else:
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         network, images = copy.deepcopy(folded).to(device, dtype), images.to(device, dtype)
-        if runtime != "eager":
+        if runtime == "graphed":
+            network = graphed(network)
+        elif runtime != "eager":
             network = torch.compile(network, mode="reduce-overhead" if runtime == "graphs" else None)
 
     def run() -> Any:

@@ -40,6 +40,7 @@ OUR_NAMES = " ".join(dict(OURS))
 TARGETS: tuple[tuple[str, int, int, str, str], ...] = (
     ("train", 224, 128, "default", "atmnet_tiny convnext_tiny stvit_small caformer_s18"),
     ("infer", 224, 1, GRAPHS, "atmnet_tiny convnext_tiny stvit_small deit_small_patch16_224"),
+    ("infer", 224, 1, "graphed", "atmnet_tiny convnext_tiny stvit_small deit_small_patch16_224"),
     ("infer", 224, 128, GRAPHS, f"{OUR_NAMES} convnext_tiny caformer_s18 efficientvit_l1"),
     ("infer", 1024, 8, GRAPHS, "stvit_small convnext_tiny atmnet_tiny"),
     ("train", 224, 128, GRAPHS, f"{OUR_NAMES} convnext_tiny hiera_tiny_224"),
@@ -82,8 +83,9 @@ def target_cases(device: str) -> Iterator[Case]:
     for mode, size, batch, compiled, names in TARGETS:
         for name in names.split():
             create = partial(models.TimedModel, name, mode, size, batch, compiled, device=device)
-            group = f"{mode} {'graphs' if compiled == GRAPHS else 'compiled'}"
-            yield group, f"{group}: {name}, {size} px, batch {batch}", create
+            group = f"{mode} {'compiled' if compiled == 'default' else 'graphs'}"
+            way = "graphed" if compiled == "graphed" else group
+            yield group, f"{way}: {name}, {size} px, batch {batch}", create
     for compiled in ("eager", "best"):
         for name, best in detectors.BEST_MODE.items():
             make = partial(detectors.TimedDetector, name, best if compiled == "best" else "", device=device)

@@ -16,7 +16,10 @@ def bench(
     sizes: Annotated[str, typer.Option(help="With models: sides of the images, as 224,512.")] = "224",
     batch: Annotated[str, typer.Option(help="With models: images of one call, as 1,8.")] = "1",
     runtime: Annotated[
-        str, typer.Option(help="With models: eager,compile,graphs,onnx,onnx-int8,openvino,openvino-bf16,openvino-int8.")
+        str,
+        typer.Option(
+            help="With models: eager,graphed,compile,graphs,onnx,onnx-int8,openvino,openvino-bf16,openvino-int8."
+        ),
     ] = "",
     seconds: Annotated[float, typer.Option(min=0, help="With models: time of each size and batch.")] = 10.0,
     suite: Annotated[
