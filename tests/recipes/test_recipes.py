@@ -22,8 +22,9 @@ from tokamix.recipes import (
     list_recipes,
     load_recipe,
 )
-from tokamix.recipes.tables import fill, key_rows
-from tokamix.study.rows import read_rows
+from tokamix.recipes.tables import fill, key_rows, measured_rows
+from tokamix.study.rows import read_rows, write_row
+from tokamix.study.schema import load_study
 
 NAMES = [name for name in list_recipes() if load_recipe(name).task == "classify"]
 OURS = {
@@ -332,6 +333,29 @@ def test_measured_recipes(name: str) -> None:
         own = {key: settings[key] for key in ("name", "seed")} | {"data": None}
         assert load_recipe(name).replace(**own) == create_recipe({**settings, "data": None, "source": "ours"})
         assert f"{float(row['score']):.2f}" in line
+
+
+def test_ends_of_our_recipes(tmp_path: Path) -> None:
+    """A finished run gives result, time and device; a recipe without one says so."""
+    row = {"arm": "digits", "status": "finished", "score": "98.61", "model": "columnar_tiny_softmax", "data": "digits"}
+    row |= {"train_images": "1438", "train_seconds": "12.4", "processes": "4", "gpu": "NVIDIA H200"}
+    diverged = {**dict.fromkeys(row, ""), "arm": "shapes", "status": "diverged"}
+    for line in (row, diverged):
+        write_row(tmp_path / "recipes.csv", line, list(row))
+    table = {first: rest for first, *rest in measured_rows(tmp_path / "recipes.csv")}
+    measured = [
+        "columnar_tiny_softmax",
+        "digits, 1,438 images",
+        "98.6 % top-1",
+        "12 s",
+        "NVIDIA H200, 4 runs at a time",
+    ]
+    assert table["digits"] == measured
+    assert table["shapes"][2:] == table["small_detect"][2:] == ["not measured", "", ""]
+    assert "cifar100_fast" not in table
+    study = load_study("recipes")
+    assert set(study.arms) <= set(table)
+    assert set(table) - set(study.arms) == {"convert", "small_dino", "small_vqa"}  # need other data or weights
 
 
 def test_page(tmp_path: Path) -> None:

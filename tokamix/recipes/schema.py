@@ -261,6 +261,7 @@ class ClassifyRecipe(Recipe):
         random_erasing: probability that a rectangle is replaced by noise.
         repeated_augmentation: copies of an image in a batch, each augmented separately; 1: off.
         teacher: a model with weights (a timm name, a checkpoint or an ONNX file) to distil from.
+        teacher_size: side of the teacher's images in pixels; none: the student's, or the teacher's only one.
         distillation: "hard" trains on the teacher's predicted class, "soft" on its distribution.
         distill_alpha: weight of the teacher's loss.
         distill_tau: temperature of soft distillation.
@@ -292,6 +293,7 @@ class ClassifyRecipe(Recipe):
     repeated_augmentation: Count = 1
 
     teacher: str | None = None
+    teacher_size: Count | None = None
     distillation: Literal["none", "hard", "soft"] = "none"
     distill_alpha: Probability = 0.5
     distill_tau: Positive = 1.0
@@ -316,6 +318,8 @@ class ClassifyRecipe(Recipe):
             return f"{self.repeated_augmentation} copies of an image do not fit into a batch of {self.batch_size}"
         if self.distillation != "none" and self.teacher is None:
             return f"{self.distillation} distillation needs a teacher: a timm model, a checkpoint or an ONNX file"
+        if self.teacher is None and self.teacher_size is not None:
+            return f"teacher_size is {self.teacher_size}, but there is no teacher; set teacher, or teacher_size to none"
         if self.teacher is not None and self.distillation == "none":
             return f"the teacher {self.teacher} is not used; set distillation to hard or soft, or teacher to none"
         return super()._conflict()

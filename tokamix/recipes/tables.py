@@ -1,8 +1,10 @@
 """Generate the tables of docs/recipes.md: `python -m tokamix.recipes.tables docs/recipes.md`."""
 
+import csv
 import re
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import MISSING
 from pathlib import Path
 
@@ -10,6 +12,17 @@ from tokamix.recipes.load import list_recipes, recipe_rows
 from tokamix.recipes.schema import RECIPES, Recipe, default_of, type_hints
 
 TITLES = ("recipe", "model", "data", "length", "printed", "source")
+RESULTS = Path(__file__).parents[2] / "results/studies/recipes.csv"
+# measured in the table of results above it, on the pages of the shipped weights and of self-supervised training
+ON_OTHER_PAGES = (
+    "cifar100_fast",
+    "cifar100_pyramid",
+    "imagenette",
+    "cifar100_nano",
+    "imagenette_nano",
+    "imagenette_dino",
+)
+METRICS = {"classify": "% top-1", "segment": "mIoU", "detect": "mask AP", "dino": "% 20-NN", "vqa": "% accuracy"}
 LABELS = {"miou": "mIoU", "miou_ms": "mIoU, multi-scale", "box_ap": "box AP", "mask_ap": "mask AP", "knn": "20-NN"}
 
 
@@ -34,6 +47,39 @@ def printed(recipe: Recipe) -> str:
     numbers = getattr(recipe, "printed", {})  # of dense recipes
     words = ", ".join(f"{value} {LABELS.get(key, key)}" for key, value in numbers.items())
     return words or str(getattr(recipe, "top1", None) or "")
+
+
+def measured_rows(results: Path = RESULTS) -> list[tuple[str, str, str, str, str, str]]:
+    """Recipe, model, data, result, training time and device of our recipes that `tokamix study recipes` runs.
+
+    Recipes that are measured elsewhere are left out.
+    """
+    found: dict[str, dict[str, str]] = {}
+    with suppress(FileNotFoundError), results.open(newline="") as file:
+        csv.field_size_limit(10**8)
+        found = {row["arm"]: row for row in csv.DictReader(file) if row["status"] == "finished"}
+    table = []
+    for recipe in (recipe for name in list_recipes() for recipe in recipe_rows(name)):
+        if recipe.source != "ours" or recipe.name in ON_OTHER_PAGES:
+            continue
+        if (row := found.get(recipe.name)) is None:
+            table.append((recipe.name, recipe.model or "any", recipe.data or "any", "not measured", "", ""))
+            continue
+        shared = f", {row['processes']} runs at a time" if int(row["processes"]) > 1 else ""
+        images = f", {int(row['train_images']):,} images" if row["train_images"] else ""
+        result = f"{float(row['score']):.1f} {METRICS[recipe.task]}"
+        device = "CPU" if row["gpu"] == "cpu" else row["gpu"]
+        table.append(
+            (
+                recipe.name,
+                row["model"],
+                row["data"] + images,
+                result,
+                f"{float(row['train_seconds']):.0f} s",
+                device + shared,
+            )
+        )
+    return table
 
 
 def key_rows() -> list[tuple[str, str, str, str]]:
@@ -66,7 +112,9 @@ def markdown(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def fill(page: str) -> str:
     """The page with its tables regenerated; each stands between `<!-- name -->` and `<!-- end -->`."""
+    titles = ("recipe", "model", "data", "result", "training time", "device")
     tables = {
+        "measured recipes": markdown(titles, measured_rows()),
         "recipes": markdown((*TITLES[:4], "top-1", TITLES[5]), rows("classify")),
         "dense recipes": markdown(TITLES, rows("segment", "detect")),
         "self-supervised recipes": markdown(TITLES, rows("dino")),

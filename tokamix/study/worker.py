@@ -26,6 +26,8 @@ from tokamix.study.rows import Row
 from tokamix.train import train
 from tokamix.train.loop.engine import NotFiniteError
 
+WORKERS = 4  # processes that decode photos, for each run
+
 
 def train_job(job: Row) -> Row:
     """Train one run and return its row; a run whose loss is not finite is a result, too."""
@@ -46,7 +48,10 @@ def train_job(job: Row) -> Row:
         row["train_images"] = len(data.train)
     begun = time.perf_counter()
     try:
-        run = train(None, data, recipe, job["folder"], pretrained=recipe.finetune, device=device, quiet=True)
+        options: Any = {"pretrained": recipe.finetune, "device": device, "quiet": True}
+        if device == "cuda" and isinstance(data, str):  # photos that are decoded again and again
+            options["workers"] = WORKERS
+        run = train(None, data, recipe, job["folder"], **options)
     except NotFiniteError as error:
         print(error, flush=True)
         return row | {"status": "diverged", "seconds": round(time.perf_counter() - begun, 1), "metrics": "{}"}

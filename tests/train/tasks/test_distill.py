@@ -122,6 +122,24 @@ def test_checkpoint_with_model_name(tmp_path: Path) -> None:
     assert teacher(torch.randn(2, 3, 32, 32)).shape == (2, 7)
 
 
+def test_size_of_the_teachers_images(tmp_path: Path) -> None:
+    """A convolutional network takes any size, a ViT only its own."""
+    seen: list[torch.Size] = []
+    for name in ("test_resnet", "test_vit"):
+        model = timm.create_model(name, num_classes=4).eval()
+        torch.save(model.state_dict(), tmp_path / f"{name}.pth")
+    source = f"test_resnet@{tmp_path / 'test_resnet.pth'}"
+    teacher = load_teacher(source, 4, STUDENT, CPU, nullcontext, image_size=64)
+    logits = teacher.logits
+    teacher.logits = lambda images: (seen.append(images.shape), logits(images))[1]
+    teacher(torch.randn(2, 3, 32, 32))
+    assert seen == [(2, 3, 64, 64)]
+    with pytest.raises(ValueError, match=r"takes images of 160x160 only, but teacher_size is 64; leave it out"):
+        load_teacher(f"test_vit@{tmp_path / 'test_vit.pth'}", 4, STUDENT, CPU, nullcontext, image_size=64)
+    with pytest.raises(ValueError, match="teacher_size is 64, but there is no teacher"):
+        TINY.replace(teacher_size=64)
+
+
 def test_teacher_errors(teacher_run: Path, onnx_file: Path, tmp_path: Path) -> None:
     for source in (teacher_run, onnx_file):
         with pytest.raises(ValueError, match="has 4 classes, but the data has 5"):

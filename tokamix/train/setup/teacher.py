@@ -50,6 +50,7 @@ def load_teacher(
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[Any]],
     compiled: bool = False,
+    image_size: int | None = None,
 ) -> Teacher:
     """Load a teacher.
 
@@ -62,9 +63,10 @@ def load_teacher(
         device: of the teacher.
         autocast: context manager of its forward passes.
         compiled: use torch.compile.
+        image_size: side of its images; None: the student's, or the only one that it takes.
     """
     if source.endswith(".onnx"):
-        return _onnx_teacher(source, num_classes, student, device)
+        return _onnx_teacher(source, num_classes, student, device, image_size)
     model = _load_model(source).to(device).eval().requires_grad_(False)
     if model.num_classes != num_classes:
         raise ValueError(
@@ -72,7 +74,8 @@ def load_teacher(
             " trained on the same classes"
         )
     config = resolve_model_data_config(model)
-    size = tuple(config["input_size"][1:]) if model.pretrained_cfg.get("fixed_input_size") else None
+    own = tuple(config["input_size"][1:]) if model.pretrained_cfg.get("fixed_input_size") else None
+    size = _choose_size(source, own, image_size)
     if compiled:
         compile_blocks(model, graphs=False)
 
@@ -100,7 +103,20 @@ def _load_model(source: str) -> Any:
     return create_model(source, pretrained=True)
 
 
-def _onnx_teacher(file: str, num_classes: int, student: Statistics, device: torch.device) -> Teacher:
+def _choose_size(source: str, own: Any, image_size: int | None) -> Any:
+    """The size (H, W) of the teacher's images; None: the student's."""
+    asked = (image_size, image_size) if image_size is not None else None
+    if own is not None and asked is not None and asked != own:
+        raise ValueError(
+            f"the teacher {source} takes images of {own[0]}x{own[1]} only, but teacher_size is {image_size}; leave it"
+            " out"
+        )
+    return asked or own
+
+
+def _onnx_teacher(
+    file: str, num_classes: int, student: Statistics, device: torch.device, image_size: int | None
+) -> Teacher:
     try:
         import onnxruntime
     except ImportError:
@@ -121,7 +137,7 @@ def _onnx_teacher(file: str, num_classes: int, student: Statistics, device: torc
     known = "mean" in metadata and "std" in metadata
     own = (loads(metadata["mean"]), loads(metadata["std"])) if known else student
     sides = tuple(entry.shape[2:])
-    size = sides if all(isinstance(side, int) for side in sides) else None
+    size = _choose_size(file, sides if all(isinstance(side, int) for side in sides) else None, image_size)
 
     def logits(images: Tensor) -> Tensor:
         # a file exported for a fixed batch size gets the images in parts of that size

@@ -39,6 +39,7 @@ class Distill(Classify):
             accelerator.device,
             accelerator.autocast,
             self.recipe.compile,
+            self.recipe.teacher_size,
         )
 
     def loss(self, model: nn.Module, images: Tensor, labels: Tensor, position: Position) -> tuple[Tensor, Logs]:
