@@ -172,6 +172,25 @@ def test_large_images(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert math.isnan(row.milliseconds)
 
 
+def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of all our mixers, and of all our models in both modes, are compiled beforehand."""
+    mixers: Any = suites.list_launches("scaling", "cpu")
+    assert [launch.args[0] for launch in mixers] == list(scaling.OURS)
+    images: Any = suites.list_launches("images", "cpu")
+    assert {launch.args[:2] for launch in images} == {(name, m) for name, _ in suites.OURS for m in ("infer", "train")}
+    assert suites.list_launches("ops", "cpu") == []
+    seen: list[tuple] = []
+    original = ops.OnGrid.forward
+    monkeypatch.setattr(scaling, "DIM", 12)
+    monkeypatch.setattr(scaling, "SIDES", (14, 16))
+    monkeypatch.setattr(scaling, "IMAGE_SIZES", (64, 32))
+    monkeypatch.setattr(ops.OnGrid, "forward", lambda self, x: (seen.append(x.shape), original(self, x))[1])
+    for launch in mixers:
+        launch()
+    assert len(seen) == 8
+    scaling.launch_image("columnar_tiny_sima", "train", "cpu", depth=1, img_size=32)
+
+
 def test_step_for_graph_leaves_no_gradients() -> None:
     timed = models.TimedModel("columnar_tiny_sima", "train", compiled="", **SMALL)
     timed.step_for_graph()

@@ -89,3 +89,20 @@ def test_deadline(together: Any, tmp_path: Path) -> None:
     assert not slow.process.is_alive()
     assert a.row["milliseconds"] == 2
     assert log.read_text() == "a check\na time\n"
+
+
+def touch(path: Path) -> None:
+    path.touch()
+
+
+@pytest.mark.xdist_group("processes")
+def test_kernels_are_compiled_in_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """benchmarks/run_suites.py: those that take too long are stopped."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    script: Any = importlib.import_module("run_suites")
+    monkeypatch.setattr(script, "CONTEXT", CONTEXT)
+    script.compile_kernels([partial(touch, tmp_path / "done")], 60)
+    assert (tmp_path / "done").exists()
+    start = time.monotonic()
+    script.compile_kernels([partial(time.sleep, 60)], 0.2)
+    assert time.monotonic() - start < 30

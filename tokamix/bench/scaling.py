@@ -70,13 +70,31 @@ def measure_mixer(name: str, side: int, device: str = "cuda", seconds: float = 0
         device: "cuda" or "cpu".
         seconds: duration of each timing.
     """
-    side -= side % 14 if name in WINDOWED else 0
     torch.manual_seed(0)
-    mixer = (OURS | PEERS)[name](Site(DIM, HEADS, (side, side)))
-    tokens = torch.randn(BATCH, side**2, DIM)
-    case = ops.OpCase(name, f"B {BATCH}, C {DIM}", side**2, ops.OnGrid(mixer, (side, side)), [tokens])
+    mixer = _create(name, side)
+    tokens = math.prod(mixer.grid)
+    case = ops.OpCase(name, f"B {BATCH}, C {DIM}", tokens, mixer, [torch.randn(BATCH, tokens, DIM)])
     kernels = name in OURS and device == "cuda"
     return ops.measure(case, "triton" if kernels else "torch", device, seconds)
+
+
+def _create(name: str, side: int) -> ops.OnGrid:
+    side -= side % 14 if name in WINDOWED else 0
+    return ops.OnGrid((OURS | PEERS)[name](Site(DIM, HEADS, (side, side))), (side, side))
+
+
+def launch_mixer(name: str, device: str = "cuda") -> None:
+    """Run a mixer forward and backward at all sizes, so that its kernels are compiled and in Triton's cache."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    for side in SIDES:
+        mixer = _create(name, side).to(device, dtype)
+        tokens = torch.randn(BATCH, math.prod(mixer.grid), DIM, device=device, dtype=dtype, requires_grad=True)
+        mixer(tokens).sum().backward()
+
+
+def launch_image(name: str, mode: str, device: str = "cuda", **kwargs: Any) -> None:
+    """Run a model on the smallest image, so that its kernels are compiled and in Triton's cache."""
+    TimedModel(name, mode, min(IMAGE_SIZES), 1, "", device=device, checked=False, **kwargs).step()
 
 
 @dataclass

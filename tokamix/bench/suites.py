@@ -100,6 +100,17 @@ def _timed(suite: str, device: str) -> Iterator[Measurement]:
         yield label, partial(models.measure, create)
 
 
+def list_launches(suite: str, device: str) -> list[Callable[[], None]]:
+    """Calls that compile the kernels of a suite, to be made in processes of their own; not all suites have them."""
+    if suite == "scaling":
+        return [partial(scaling.launch_mixer, name, device) for name in scaling.OURS]
+    if suite == "images":
+        ours = [name for name in LARGE_IMAGES if name in dict(OURS)]
+        sized = {name: {"img_size": min(scaling.IMAGE_SIZES)} if name.startswith(SIZED) else {} for name in ours}
+        return [partial(scaling.launch_image, n, mode, device, **sized[n]) for n in ours for mode in ("infer", "train")]
+    return []
+
+
 def _scaling(device: str) -> Iterator[Measurement]:
     for side in scaling.SIDES:
         for name in (*scaling.OURS, *scaling.PEERS):
