@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tokamix.study.rows import Row
+from tokamix.study.statistics import contrast
 
 DATA = {"cifar100": "CIFAR-100", "imagenette": "Imagenette"}
 MIXERS = {"sima": "SimA", "super_token": "super tokens", "weight_mixing": "weight mixing"}
@@ -80,7 +81,7 @@ def _table(rows: Sequence[Row], heads: Sequence[str], cells: Callable[[str, str]
 
 
 def accuracy_table(rows: Sequence[Row]) -> list[str]:
-    """Top-1 of the original; mean top-1 of each arm, its difference to the original, and the number of seeds."""
+    """Top-1 of the original; mean top-1 of each arm with its 95 % interval, its difference, and the number of seeds."""
 
     def cells(data: str, to: str) -> list[str]:
         original = _original(rows, data)
@@ -88,7 +89,8 @@ def accuracy_table(rows: Sequence[Row]) -> list[str]:
         for scores in (_scores(select(rows, data, to, arm)) for arm in ARMS):
             mean = statistics.mean(scores) if scores else 0.0
             gap = f" ({mean - original:+.2f})" if original else ""
-            texts.append(f"{mean:.2f}{gap}, n = {len(scores)}" if scores else "")
+            spread = f" ± {contrast([scores], [1]).interval():.2f}" if len(scores) > 1 else ""
+            texts.append(f"{mean:.2f}{spread}{gap}, n = {len(scores)}" if scores else "")
         return texts
 
     return _table(rows, ["original", *ARMS.values()], cells)
