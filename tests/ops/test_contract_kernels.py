@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.ops.kernels import DEVICE
 from tokamix import ops
 from tokamix.ops import dispatch
+from tokamix.ops.branch_fusion.op import branch_summary, fuse_branches
 
 on_gpu = pytest.mark.gpu  # the interpreter has one thread and no graphs
 
@@ -18,6 +19,10 @@ on_gpu = pytest.mark.gpu  # the interpreter has one thread and no graphs
 def super_tokens(x: Tensor) -> Tensor:
     tokens, association = ops.super_token_sample(x, (2, 3))
     return ops.super_token_scatter(tokens, association, (2, 3))
+
+
+def fuse(*branches: Tensor) -> Tensor:
+    return fuse_branches(branches, branch_summary(branches).sin().repeat_interleave(3, dim=1))
 
 
 # function, and shapes of its inputs: tuples without the batch axis, lists for parameters, which have no batch axis
@@ -28,6 +33,7 @@ OPERATORS: dict[str, tuple[Callable[..., Tensor], tuple]] = {
     "super_token": (super_tokens, ((5, 6, 12),)),
     "bank_mixing": (lambda v, p, b: ops.bank_mixing(v, p, b, (2, 3)), ((6, 2, 4), (6, 3, 2), [3, 15])),
     "broadcast_context": (ops.broadcast_context, ((6, 8), [8])),
+    "branch_fusion": (fuse, ((5, 8), (5, 8), (5, 8))),
     "depthwise_conv": (lambda *x: ops.depthwise_conv(*x, True, True), ((4, 5, 8), [8, 1, 3, 3], [8])),
 }
 

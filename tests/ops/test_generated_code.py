@@ -17,6 +17,7 @@ from torch import Tensor
 from tests.ops.kernels import both_axes, sample_and_scatter
 from tokamix import ops
 from tokamix.ops import dispatch
+from tokamix.ops.branch_fusion.op import branch_summary, fuse_branches
 
 pytestmark = pytest.mark.skipif(not dispatch.HAS_TRITON or dispatch.INTERPRET, reason="needs Triton's compiler")
 Generated = list[tuple[str, str]]
@@ -168,3 +169,10 @@ def test_depthwise_conv(compiled: Generated) -> None:
 @pytest.mark.parametrize("tokens", [197, 5000])
 def test_context_broadcast(tokens: int, compiled: Generated) -> None:
     check(ops.broadcast_context, (torch.zeros(2, tokens, 384), torch.zeros(384)), compiled)
+
+
+def test_branch_fusion(compiled: Generated) -> None:
+    def fuse(*branches: Tensor, backend: str) -> Tensor:
+        return fuse_branches(branches, branch_summary(branches, backend).repeat(1, 3), backend)
+
+    check(fuse, torch.zeros(3, 2, 196, 320).unbind(), compiled)

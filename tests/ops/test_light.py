@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tokamix.ops import dispatch
 from tokamix.ops.active_token.op import _active_gather
+from tokamix.ops.branch_fusion.op import _fuse, _summary
 from tokamix.ops.context_broadcast.op import _broadcast_context
 from tokamix.ops.depthwise_conv.op import _depthwise_conv
 from tokamix.ops.operator import Operator
@@ -22,6 +23,8 @@ CASES: dict[str, tuple[Operator, list[tuple[int, ...]], tuple]] = {
     "sima_attention": (_attention, [(2, 5, 2, 4)] * 3, ("l1", 1e-12)),
     "sima_self_attention": (_self_attention, [(2, 5, 3, 2, 4)], ("l1", 1e-12)),
     "bank_mixing": (_bank_mixing, [(2, 6, 2, 4), (2, 6, 3, 2), (3, 15)], ((2, 3), (2, 3), (0, 0), True, "softmax")),
+    "branch_summary": (_summary, [(2, 5, 4)] * 3, ()),
+    "fuse_branches": (_fuse, [(2, 5, 4)] * 3 + [(2, 12)], ()),
     "broadcast_context": (_broadcast_context, [(2, 5, 4), (4,)], ()),
 }
 

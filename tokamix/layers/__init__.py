@@ -9,6 +9,7 @@ from tokamix.layers.layout import channels_first, channels_last, map_to_tokens, 
 from tokamix.layers.norm import BatchNorm, RecomputedLayerNorm, apply_batch_norm
 from tokamix.layers.position import PositionEmbedding, fit_position_embeddings
 from tokamix.layers.recompute import recompute_in_backward
+from tokamix.layers.residual import Mlp, add_scaled
 
 __all__ = [
     "GELU",
@@ -19,11 +20,13 @@ __all__ = [
     "ImageConv",
     "MapConv",
     "MapSequential",
+    "Mlp",
     "PatchConv",
     "PatchEmbed",
     "PositionEmbedding",
     "RecomputedLayerNorm",
     "SoftmaxProduct",
+    "add_scaled",
     "apply_batch_norm",
     "approximate_gelu",
     "channels_first",

@@ -1,5 +1,6 @@
 """Views between the layouts of tokens, maps and images; none of them copies."""
 
+import torch
 from torch import Tensor
 
 
@@ -20,4 +21,6 @@ def map_to_tokens(x: Tensor) -> tuple[Tensor, tuple[int, int]]:
 
 def tokens_to_map(x: Tensor, grid: tuple[int, int]) -> Tensor:
     """Tokens (B, H*W, C) -> (B, H, W, C)."""
-    return x.unflatten(1, grid)
+    if torch.compiler.is_compiling():  # does not compare sizes, which would specialise graphs
+        return x.unflatten(1, grid)
+    return x.view(x.shape[0], *grid, x.shape[2])

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from tokamix.layers.recompute import recompute_in_backward
-from tokamix.ops.precision import autocast_dtype
+from tokamix.ops.precision import autocast_dtype, autocast_enabled
 
 BatchNorm = nn.modules.batchnorm._BatchNorm  # base class of BatchNorm1d, 2d, 3d and SyncBatchNorm
 
@@ -13,7 +13,11 @@ class RecomputedLayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., C)."""
-        return recompute_in_backward(lambda x: nn.LayerNorm.forward(self, x).to(autocast_dtype(x)), x)
+        return recompute_in_backward(self._normalise, x)
+
+    def _normalise(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out.to(autocast_dtype(x)) if autocast_enabled(x) else out
 
 
 def apply_batch_norm(norm: nn.Module, x: Tensor) -> Tensor:
@@ -21,4 +25,6 @@ def apply_batch_norm(norm: nn.Module, x: Tensor) -> Tensor:
 
     A function, not a subclass of BatchNorm1d: `convert_sync_batchnorm` would replace a subclass by a plain layer.
     """
+    if type(norm) is nn.Identity:  # folded into another layer
+        return x
     return norm(x.reshape(-1, x.shape[-1])).view(x.shape)

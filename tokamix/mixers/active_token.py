@@ -3,13 +3,13 @@
 from typing import Any
 
 import torch
-from timm.layers import Mlp
 from torch import Tensor, nn
 
-from tokamix.layers import tokens_to_map
+from tokamix.layers import Mlp, tokens_to_map
 from tokamix.ops import active_gather_axes, active_gather_joint, dispatch
 from tokamix.ops.active_token.op import GatherPlan, plan_gather_axes
-from tokamix.ops.precision import autocast_dtype
+from tokamix.ops.branch_fusion.op import branch_summary, fuse_branches
+from tokamix.ops.precision import to_autocast_dtype
 
 OFFSETS = ("axial", "joint", "zero")
 
@@ -84,20 +84,11 @@ class ActiveTokenMixer(nn.Module):
         """
         if offset is None and self.offset is not None:
             offset = self.offset(x)
-        x = x.to(autocast_dtype(x))
+        x = to_autocast_dtype(x)
         branches = [embed(samples) for embed, samples in zip(self.embed, self._sample(x, grid, offset), strict=True)]
         branches.append(self.embed_query(x))
-        means = [branch.mean(dim=1) for branch in branches]
-        summary = sum(means[1:], means[0]) if dispatch.is_exporting() else torch.stack(means).sum(0)  # (B, C)
-        weights = self.fusion(summary).unflatten(-1, (summary.shape[-1], len(branches)))
-        if dispatch.is_exporting():  # few operators, and a softmax over the last axis
-            first, *others = weights.softmax(-1).mT.chunk(len(branches), 1)
-        else:  # branches first: with strided weights the products are slow on a CPU
-            first, *others = weights.movedim(-1, 0).softmax(dim=0).to(x.dtype).unsqueeze(2)  # (B, 1, C) each
-        mixed = first * branches[0]
-        for weight, branch in zip(others, branches[1:], strict=True):
-            mixed = torch.addcmul(mixed, weight, branch)
-        return self.proj(mixed)
+        logits = self.fusion(branch_summary(branches))
+        return self.proj(fuse_branches(branches, logits))
 
     def plan(self, x: Tensor, grid: tuple[int, int], offset: Tensor) -> Tensor | GatherPlan:
         """Offsets in the cheapest form for several mixers that use the same offsets on tokens of the shape of x.
@@ -107,7 +98,7 @@ class ActiveTokenMixer(nn.Module):
         fixed = dispatch.is_exporting_fixed(*x.shape, *grid)
         if not fixed and (torch.compiler.is_compiling() or not torch.is_inference_mode_enabled()):
             return offset
-        if self.offsets != "axial" or self.contexts > 1:
+        if self.offsets != "axial" or self.contexts > 1 or dispatch.prefers_kernels(x):
             return offset
         plan = plan_gather_axes(tokens_to_map(x, grid), tokens_to_map(offset, grid))
         return plan if isinstance(plan, GatherPlan) else offset
@@ -121,6 +112,8 @@ class ActiveTokenMixer(nn.Module):
         x = tokens_to_map(x, grid)
         if isinstance(offset, GatherPlan):
             return [s.flatten(1, 2) for s in active_gather_axes(x, offset)]
+        if self.offsets == "axial" and self.contexts == 1:
+            return [s.flatten(1, 2) for s in active_gather_axes(x, tokens_to_map(offset, grid))]
         samples = []  # by context, then by direction
         for part in tokens_to_map(offset, grid).chunk(self.contexts, dim=-1):
             samples.append(active_gather_axes(x, part) if self.offsets == "axial" else (active_gather_joint(x, part),))

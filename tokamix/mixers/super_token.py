@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tokamix.layers import DepthwiseConv, map_to_tokens, tokens_to_map
 from tokamix.ops import super_token_sample, super_token_scatter
-from tokamix.ops.precision import autocast_dtype
+from tokamix.ops.precision import to_autocast_dtype
 
 REFINEMENTS = ("attention", "conv", "none")
 
@@ -62,6 +62,7 @@ class SuperTokenAttention(nn.Module):
         if refine == "attention":
             norm = partial(nn.LayerNorm, eps=1e-6) if qk_norm else None
             self.refine = Attention(dim, num_heads, qkv_bias=qkv_bias, qk_norm=qk_norm, norm_layer=norm, **dd)
+            self.refine.proj_drop = nn.Identity()  # its dropout of rate 0 would be called
         elif refine == "conv":
             self.refine = nn.Sequential(
                 nn.Linear(dim, dim, **dd), DepthwiseConv(dim, 5, **dd), nn.Linear(dim, dim, **dd)
@@ -71,20 +72,18 @@ class SuperTokenAttention(nn.Module):
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """Mix tokens x (B, H*W, C) of grid (H, W)."""
-        x = tokens_to_map(x.to(autocast_dtype(x)), grid)
+        x = to_autocast_dtype(x)
         if self.cell == (1, 1):
-            x = self._refine(x)
-        else:
-            tokens, association = super_token_sample(x, self.cell, self.n_iter, self.backend)
-            x = super_token_scatter(self._refine(tokens), association, self.cell, self.backend)
-        return x.flatten(1, 2)
+            return self._refine(x, grid)
+        tokens, association = super_token_sample(tokens_to_map(x, grid), self.cell, self.n_iter, self.backend)
+        tokens, small = map_to_tokens(tokens)
+        tokens = tokens_to_map(self._refine(tokens, small), small)
+        return super_token_scatter(tokens, association, self.cell, self.backend).flatten(1, 2)
 
-    def _refine(self, tokens: Tensor) -> Tensor:
-        if not isinstance(self.refine, Attention):
-            return self.refine(tokens)
-        x, grid = map_to_tokens(tokens)
-        bias = self.position(grid) if self.position else None
-        return tokens_to_map(self.refine(x, attn_mask=bias), grid)
+    def _refine(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+        if isinstance(self.refine, Attention):
+            return self.refine(tokens, attn_mask=self.position(grid) if self.position else None)
+        return self.refine(tokens_to_map(tokens, grid)).flatten(1, 2)
 
 
 class RelativePosition(nn.Module):

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from timm.layers import (
     DropPath,
     LayerScale,
-    Mlp,
     calculate_drop_path_rates,
     register_notrace_function,
     register_notrace_module,
@@ -30,7 +29,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from tokamix.layers import GELU, PatchEmbed, map_to_tokens, tokens_to_map
+from tokamix.layers import GELU, Mlp, PatchEmbed, add_scaled, map_to_tokens, tokens_to_map
 from tokamix.mixers import WeightMixing
 from tokamix.models._backbone import Column, Pyramid, PyramidStage, image_cfg, register_model, rename
 from tokamix.ops import resize_bank
@@ -91,8 +90,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, grid: Pair, policy_embed: Tensor | None = None) -> Tensor:
         """Tokens x (B, H*W, C) of grid (H, W) -> the same shape."""
-        x = x + self.drop_path(self.ls1(self.mixer(self.norm1(x), grid, policy_embed)))
-        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
+        x = add_scaled(x, self.mixer(self.norm1(x), grid, policy_embed), self.ls1.gamma, self.drop_path)
+        return add_scaled(x, self.mlp(self.norm2(x)), self.ls2.gamma, self.drop_path)
 
 
 class WindowStage(PyramidStage):

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from timm.layers import DropPath, Mlp, calculate_drop_path_rates
+from timm.layers import DropPath, calculate_drop_path_rates
 from timm.models import build_model_with_cfg, generate_default_cfgs
 from torch import Tensor, nn
 
-from tokamix.layers import GELU, DepthwiseConv, MapConv, channels_last, map_to_tokens, tokens_to_map
+from tokamix.layers import GELU, DepthwiseConv, MapConv, Mlp, channels_last, map_to_tokens, tokens_to_map
 from tokamix.mixers.active_token import ActiveOffset, ActiveTokenMixer
 from tokamix.models._backbone import Pyramid, PyramidStage, image_cfg, register_model
 from tokamix.ops.active_token.op import GatherPlan

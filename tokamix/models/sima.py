@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from timm.layers import DropPath, Mlp, get_act_layer, register_notrace_module, trunc_normal_
+from timm.layers import DropPath, get_act_layer, register_notrace_module, trunc_normal_
 from timm.models import build_model_with_cfg, generate_default_cfgs
 from torch import Tensor, nn
 
@@ -27,7 +27,9 @@ from tokamix.layers import (
     FoldableSequential,
     ImageConv,
     MapConv,
+    Mlp,
     RecomputedLayerNorm,
+    add_scaled,
     channels_first,
     channels_last,
     map_to_tokens,
@@ -147,10 +149,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         """Tokens (B, N, C) -> (B, N, C)."""
-        x = x + self.drop_path(self.scale_attn * self.attn(self.norm_attn(x), grid))
+        x = add_scaled(x, self.attn(self.norm_attn(x), grid), self.scale_attn, self.drop_path)
         if self.local is not None:
-            x = x + self.drop_path(self.scale_local * self.local(self.norm_local(x), grid))
-        return x + self.drop_path(self.scale_mlp * self.mlp(self.norm_mlp(x)))
+            x = add_scaled(x, self.local(self.norm_local(x), grid), self.scale_local, self.drop_path)
+        return add_scaled(x, self.mlp(self.norm_mlp(x)), self.scale_mlp, self.drop_path)
 
 
 @register_notrace_module

@@ -8,7 +8,7 @@ import math
 import re
 from typing import Any
 
-from timm.layers import DropPath, LayerScale, Mlp, calculate_drop_path_rates
+from timm.layers import DropPath, LayerScale, calculate_drop_path_rates
 from timm.models import build_model_with_cfg, generate_default_cfgs
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from tokamix.layers import (
     ImageConv,
     MapConv,
     MapSequential,
+    Mlp,
     PatchConv,
     apply_batch_norm,
     channels_last,

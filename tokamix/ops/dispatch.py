@@ -107,6 +107,11 @@ def why_not(*tensors: Tensor) -> str | None:
     return None
 
 
+def prefers_kernels(x: Tensor) -> bool:
+    """Whether operators on x run in kernels unless they have a limit."""
+    return _forced != "eager" and why_not(x) is None
+
+
 def is_watched() -> bool:
     """Whether a compiler, tracer, dispatch mode or functorch transform needs to see registered operators."""
     return (

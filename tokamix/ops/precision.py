@@ -18,6 +18,12 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if wide else torch.get_autocast_dtype(x.device.type)
 
 
+def to_autocast_dtype(x: Tensor) -> Tensor:
+    """x in the dtype of matrix products on it; no operator if it has it already."""
+    dtype = autocast_dtype(x)
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """A context that disables autocast; a null context if it is off, so that exported graphs do not contain it."""
     return torch.autocast(x.device.type, enabled=False) if autocast_enabled(x) else nullcontext()

@@ -8,7 +8,7 @@ from torch import Tensor
 from tokamix.ops import dispatch
 from tokamix.ops.depthwise_conv import reference
 from tokamix.ops.operator import operator
-from tokamix.ops.precision import autocast_dtype, autocast_enabled
+from tokamix.ops.precision import autocast_enabled, to_autocast_dtype
 
 
 def depthwise_conv(
@@ -41,7 +41,7 @@ def depthwise_conv(
         raise ValueError(f"depthwise_conv needs a map of at least 1x1 with channels, got {tuple(x.shape)}")
     parameters = {t.dtype for t in (weight, bias) if t is not None}
     if not residual:  # the residual stream keeps its precision, as in plain PyTorch
-        x = x.to(autocast_dtype(x))
+        x = to_autocast_dtype(x)
     limit = None if weight.shape[2:] == (3, 3) else f"kernels are {weight.shape[2]}x{weight.shape[3]}, not 3x3"
     chosen = dispatch.choose("depthwise_conv", x, weight, backend=backend, limit=limit)
     # the kernels take float32 parameters with maps of any dtype

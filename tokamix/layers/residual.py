@@ -1,0 +1,24 @@
+"""Residual connections and MLPs in few operators: in eager mode each one costs time on the host."""
+
+from typing import Any
+
+import torch
+from timm import layers
+from timm.layers import DropPath
+from torch import Tensor, nn
+
+
+class Mlp(layers.Mlp):
+    """timm's Mlp; dropout that drops nothing is no layer."""
+
+    def __init__(self, *args: Any, drop: float | tuple[float, float] = 0.0, **kwargs: Any) -> None:
+        super().__init__(*args, drop=drop, **kwargs)
+        if not drop:
+            self.drop1, self.drop2 = nn.Identity(), nn.Identity()
+
+
+def add_scaled(x: Tensor, branch: Tensor, scale: Tensor, drop_path: DropPath) -> Tensor:
+    """x + drop_path(scale * branch), in one operator if no path is dropped."""
+    if drop_path.training and (type(drop_path) is not DropPath or drop_path.drop_prob):
+        return x + drop_path(scale * branch)
+    return torch.addcmul(x, branch, scale)
