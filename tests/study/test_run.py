@@ -207,6 +207,25 @@ def test_runs_in_one_process_equal_runs_alone(tmp_path: Path, jobs: list[Path]) 
     assert all(torch.equal(second[name], other[name]) for name in other)
 
 
+@pytest.mark.gpu
+def test_runs_in_one_process_share_compiled_code_on_a_gpu(tmp_path: Path, jobs: list[Path]) -> None:
+    """The second network of a process runs in the first one's code, and in CUDA graphs of its own."""
+    for path in jobs:
+        job = json.loads(path.read_text())
+        path.write_text(json.dumps(job | {"device": "cuda", "settings": job["settings"] | {"compile": True}}))
+    lines = iter([f"{jobs[0]}\n", f"{jobs[1]}\n"])
+    work(lambda: next(lines, ""), lambda: None)
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    alone = train_job(json.loads(jobs[1].read_text()) | {"folder": str(tmp_path / "alone")})
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+    eager = json.loads(jobs[1].read_text()) | {"folder": str(tmp_path / "eager")}
+    plain = train_job(eager | {"settings": eager["settings"] | {"compile": False}})
+    losses = [
+        json.loads(row["metrics"])["loss"] for row in (json.loads((tmp_path / "1.json").read_text()), alone, plain)
+    ]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-3)
+
+
 def test_a_run_stops_if_its_study_is_killed(jobs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of the input during a run means that nobody waits for it; after a run it is the usual end."""
     stopped, ended = threading.Event(), threading.Event()
