@@ -246,6 +246,12 @@ def test_costs_follow_measured_throughput() -> None:
     )
 
 
+def test_runs_are_evaluated_ten_times() -> None:
+    jobs = {job.arm: job.settings for job in list_jobs(load_study("recipes"), [])}
+    assert jobs["small_segment"]["eval_every"] == jobs["small_segment"]["epochs"] // 10
+    assert jobs["shapes_detect"]["eval_every"] == 200  # of iterations: as the recipe has it
+
+
 def test_resolution_in_words() -> None:
     assert resolution(toy_study()) == ""
     assert resolution(toy_study(sigma=0.3)).startswith("5 seeds of each arm resolve a difference of 0.6 points (power")
