@@ -237,7 +237,13 @@ def test_costs_follow_measured_throughput() -> None:
     rows = tuned(study)
     assert expected_costs(study, rows)[0].runs == 9
     assert expected_costs(study, rows, only="softmax")[0].runs == 3
-    measured = row_of(job, 50.0) | {"settings": json.dumps(job.settings), "epochs": "2", "train_images": "60"}
+    for speed, runs, minutes in ((250, 3, 3 * 2.0 * 5 / 2), (101, 0, 0)):  # 5 epochs instead of 2; 2 epochs, as SimA
+        speeds = [{"arm": "softmax", "mode": "train", "images_per_second": "100"}]
+        speeds.append({"arm": "sima", "mode": "train", "images_per_second": str(speed)})
+        cost = expected_costs(study, rows, speeds, only="time_*")[0]
+        assert (cost.runs, cost.gpu_minutes) == (runs, pytest.approx(EVALUATION * minutes))
+    measured = row_of(job, 50.0) | {"settings": json.dumps(job.settings), "gpu": "NVIDIA H200"}
+    assert measured_seconds([measured | {"gpu": "cpu"}]) == {}
     seconds = measured_seconds([measured])  # 24 s of training in one of two processes, 120 images
     assert seconds == {network_key(job.settings): pytest.approx(24 / 2 / 120)}
     known = toy_study(data={"cifar100": "x"})

@@ -6,16 +6,16 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tokamix.study.plan import FIRST_SEED, final_job, tuning_jobs, wanted_seeds
+from tokamix.study.plan import FIRST_SEED, equals_its_twin, final_job, tuning_jobs, wanted_seeds
 from tokamix.study.rows import Row, key_of
 from tokamix.study.schema import Study, train_images
 
-JOBS = 8  # runs at a time on a GPU; six small ones are not enough to hide the start of the next
-# Estimates for an H200, from results/studies/shipped.csv and small_data.csv
+JOBS = 8  # runs at a time on a GPU: some train while others start and compile
+# estimates for an H200, from the runs of six at a time in results/studies/shipped.csv
 START = 40.0  # seconds until a process trains: imports, CUDA, code for training and evaluation compiled
 BETWEEN = 5.0  # seconds between two runs of a process: network, data, files
 EVALUATION = 1.08  # evaluations, as a factor on the time of training
-ALONE = 0.4  # images per second of one run alone, as a fraction of all runs together; small networks leave a GPU idle
+ALONE = 0.4  # images per second of one run alone, as a fraction of all runs together: an assumption for small networks
 
 
 class Cost(NamedTuple):
@@ -44,7 +44,7 @@ def _cost(
     measured = measured_seconds(rows)
     runs, starts, gpu = 0, 0, 0.0
     for arm in study.arms.values():
-        if not fnmatch.fnmatch(arm.name, only):
+        if not fnmatch.fnmatch(arm.name, only) or equals_its_twin(study, arm, speeds):
             continue
         minutes, images = arm.minutes, train_images(arm)
         if images and (seconds := measured.get(network_key(arm.settings))):
@@ -53,6 +53,7 @@ def _cost(
         gpu += sum(minutes * job.minutes / arm.minutes for job in waiting if arm.minutes)
         found = 0
         if (job := final_job(study, arm, FIRST_SEED, rows, speeds)) is not None:
+            minutes *= job.settings["epochs"] / arm.settings["epochs"] if arm.equal_time else 1
             found = sum((FIRST_SEED + i, job.settings_hash) in done for i in range(seeds[arm.name]))
         gpu += minutes * (seeds[arm.name] - found)
         left = len(waiting) + seeds[arm.name] - found
@@ -73,7 +74,7 @@ def measured_seconds(rows: Sequence[Row]) -> dict[str, float]:
     """GPU seconds of training for an image, by network: the median of finished runs, by their share of the GPU."""
     found: dict[str, list[float]] = {}
     for row in rows:
-        if row["status"] == "finished" and row.get("settings") and row.get("train_images"):
+        if row["status"] == "finished" and row["gpu"] != "cpu" and row.get("settings") and row.get("train_images"):
             images = int(row["train_images"]) * int(row["epochs"])
             seconds = float(row["train_seconds"]) / max(1, int(row["processes"])) / images
             found.setdefault(network_key(json.loads(row["settings"])), []).append(seconds)

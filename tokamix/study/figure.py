@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tokamix.files import write_atomically
-from tokamix.study.plan import epochs_in_time, final_rows
+from tokamix.study.plan import equals_its_twin, final_rows
 from tokamix.study.rows import Row, read_all_rows, read_rows, score_of
 from tokamix.study.schema import Study, load_study
 from tokamix.study.statistics import contrast
@@ -67,7 +67,7 @@ def equal_time_rows(study: Study, name: str, rows: Sequence[Row], speeds: Sequen
     twins = [a for a in study.arms.values() if a.equal_time and a.settings == arm.settings]
     if not twins:
         return own if any(a.equal_time == name for a in study.arms.values()) else None
-    if epochs_in_time(study, arm, str(twins[0].equal_time), speeds) == arm.settings["epochs"]:
+    if equals_its_twin(study, twins[0], speeds):
         return own
     return final_rows(study, twins[0].name, rows, speeds)
 

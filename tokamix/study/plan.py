@@ -111,8 +111,8 @@ def final_job(study: Study, arm: Arm, seed: int, rows: Sequence[Row], speeds: Se
     settings = {**arm.settings, "lr": arm.settings["lr"] * factor} if study.tune and arm.tuned else arm.settings
     if arm.equal_time:
         epochs = epochs_in_time(study, own, arm.equal_time, speeds)
-        if epochs is None or epochs == settings["epochs"]:
-            return None  # not known yet, or the arm itself
+        if epochs is None or equals_its_twin(study, arm, speeds):
+            return None
         warmup = settings.get("warmup_epochs", 0) * epochs / settings["epochs"]
         settings = {**settings, "epochs": epochs, "warmup_epochs": round(warmup, 4)}
     if "epochs" in settings and not settings.get("iterations"):  # ten evaluations, for the learning curve
@@ -126,6 +126,13 @@ def epochs_in_time(study: Study, arm: Arm, reference: str, speeds: Sequence[Row]
     if own is None or other is None:
         return None
     return max(1, round(study.arms[reference].settings["epochs"] * own / other))
+
+
+def equals_its_twin(study: Study, arm: Arm, speeds: Sequence[Row]) -> bool:
+    """Whether an arm of equal time has as many epochs as the arm whose settings it has, and so no runs of its own."""
+    if arm.equal_time is None:
+        return False
+    return epochs_in_time(study, _without_time(arm, study), arm.equal_time, speeds) == arm.settings["epochs"]
 
 
 def train_speed(speeds: Sequence[Row], arm: str) -> float | None:
