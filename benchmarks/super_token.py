@@ -1,12 +1,15 @@
 """Super token attention on a GPU: errors of the kernels, then times of the kernels and of the module.
 
     python benchmarks/super_token.py [tune]
-    python benchmarks/super_token.py --cpu
+    python benchmarks/super_token.py --cpu [compile] [profile]
 
-With `tune`, all plans of the kernels are timed. With `--cpu`, STViT-S on the CPU is compared with the same network in
-channels-first convolutions, where convolutions with one-hot kernels fold and unfold the super tokens.
+With `tune`, all plans of the kernels are timed. With `--cpu`, STViT-S on the CPU is compared with the same network as
+the authors wrote it: channels-first, 1x1 convolutions instead of linear layers, convolutions with one-hot kernels to
+fold and unfold the super tokens. Ours is what `create_model` returns; "folded" has its BatchNorms folded.
 """
 
+import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -231,7 +234,7 @@ class FoldedBlock(nn.Module):
         return x + self.fc2(z + self.conv(z))
 
 
-def folded_stvit(model: nn.Module) -> nn.Module:
+def authors_stvit(model: nn.Module) -> nn.Module:
     """An STViT in channels-first convolutions, with the same weights."""
     layers: list[nn.Module] = []
     stages = [part for stage in model.stages for part in (stage.downsample, *stage.blocks)]
@@ -248,29 +251,39 @@ def folded_stvit(model: nn.Module) -> nn.Module:
     return nn.Sequential(*layers, as_conv(last), as_norm(norm), act, nn.AdaptiveAvgPool2d(1), nn.Flatten(), model.head)
 
 
-@torch.inference_mode()
 def cpu() -> None:
     import tokamix
 
     ours = tokamix.create_model("stvit_small").eval()
-    folded = folded_stvit(ours).eval()
-    ours = reparameterize_model(ours)
-    image = torch.randn(1, 3, 224, 224)
-    torch.testing.assert_close(folded(image), ours(image), rtol=1e-3, atol=1e-4)
-    compiled = torch.compile(ours)
-    for batch in (1, 8):
-        x = torch.randn(batch, 3, 224, 224)
-        times: dict[str, list[float]] = {"folded": [], "ours": [], "ours compiled": []}
-        for _ in range(9):  # alternately, so that other load affects all alike
-            for name, model in zip(times, (folded, ours, compiled), strict=True):
-                start = time.perf_counter()
-                model(x)
-                times[name].append(time.perf_counter() - start)
-        best = {name: min(values) for name, values in times.items()}
-        line = ", ".join(f"{name} {best[name] * 1e3:.0f} ms ({best['folded'] / best[name]:.2f}x)" for name in best)
-        print(f"{torch.get_num_threads()} threads, batch {batch}: {line}", flush=True)
-    print("profile of one image:")
-    print_costs(lambda: ours(image), "cpu", calls=5, rows=8)
+    models = {"authors": authors_stvit(ours).eval(), "ours": ours, "ours folded": reparameterize_model(ours)}
+    if "compile" in sys.argv:
+        models["ours compiled"] = torch.compile(models["ours folded"])
+    with torch.inference_mode():
+        for batch, rounds in ((1, 60), (8, 12)):
+            time_alternately(models, torch.randn(batch, 3, 224, 224), rounds)
+        if "profile" in sys.argv:
+            image = torch.randn(1, 3, 224, 224)
+            print_costs(lambda: ours(image), "cpu", calls=5, rows=12)
+
+
+def time_alternately(models: dict[str, nn.Module], images: Tensor, rounds: int) -> None:
+    """Medians of models that run in turn, so that other load affects all alike."""
+    expected = models["authors"](images)
+    for model in models.values():
+        for _ in range(3):  # also warms up
+            torch.testing.assert_close(model(images), expected, rtol=1e-3, atol=1e-4)
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(rounds):
+        for name, model in models.items():
+            start = time.perf_counter()
+            model(images)
+            times[name].append(1e3 * (time.perf_counter() - start))
+    print(f"{torch.get_num_threads()} threads, batch {len(images)}, load average {os.getloadavg()[0]:.1f}")
+    for name, own in times.items():
+        ratio = statistics.median(theirs / ours for theirs, ours in zip(times["authors"], own, strict=True))
+        print(
+            f"  {name:14s} median {statistics.median(own):6.1f} ms, least {min(own):6.1f} ms, {ratio:.2f}x", flush=True
+        )
 
 
 def main() -> None:

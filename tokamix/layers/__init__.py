@@ -1,6 +1,7 @@
 """Layers shared by the blocks of several model families."""
 
 from tokamix.layers.activation import GELU, approximate_gelu
+from tokamix.layers.bare import is_bare
 from tokamix.layers.conv import DepthwiseConv, ImageConv, MapConv, PatchConv
 from tokamix.layers.embed import ConvEmbed, PatchEmbed
 from tokamix.layers.fold import FoldableSequential, MapSequential, fold_into_next, fold_into_previous
@@ -34,6 +35,7 @@ __all__ = [
     "fit_position_embeddings",
     "fold_into_next",
     "fold_into_previous",
+    "is_bare",
     "map_to_tokens",
     "merge_heads",
     "recompute_in_backward",

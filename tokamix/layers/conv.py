@@ -8,7 +8,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from tokamix.layers.layout import channels_first, channels_last
-from tokamix.ops import depthwise_conv, dispatch
+from tokamix.ops import cpu, depthwise_conv, dispatch
 from tokamix.ops.depthwise_conv.reference import match_gradient_strides
 from tokamix.ops.precision import autocast_dtype
 
@@ -20,27 +20,13 @@ class MapConv(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         """Convolve x (B, H, W, C)."""
         image = channels_first(x)
-        if self._prefer_matmul(image):
-            return channels_last(self._as_matmul(image))
+        plain = self.groups == 1 and not isinstance(self.padding, str) and self.padding_mode == "zeros"
+        if plain and cpu.usable(x) and self.weight.dtype is x.dtype and x.shape[-1] == self.in_channels:
+            return channels_last(
+                cpu.conv(image, self.weight, self.bias, self.padding, self.stride, self.dilation)  # type: ignore[arg-type]
+            )
         weight = self.weight if self.groups == 1 else match_gradient_strides(self.weight)
         return channels_last(self._conv_forward(image, weight, self.bias))
-
-    def _prefer_matmul(self, image: Tensor) -> bool:
-        """Whether a CPU would spend most of a convolution reordering its weights, which it does at each call."""
-        plain = self.groups == 1 and not isinstance(self.padding, str) and self.padding_mode == "zeros"
-        traced = torch.compiler.is_compiling() or dispatch.is_exporting() or torch.jit.is_tracing()
-        # only in inference mode: a gradient checkpoint runs twice, first without gradients, and both must be equal
-        if image.device.type != "cpu" or not plain or traced or not torch.is_inference_mode_enabled():
-            return False
-        return self.weight[0].numel() > 4 * image[:, 0].numel()
-
-    def _as_matmul(self, image: Tensor) -> Tensor:
-        padding: Any = self.padding
-        patches = F.unfold(image, self.kernel_size, self.dilation, padding, self.stride)
-        sides = zip(image.shape[2:], self.kernel_size, self.dilation, padding, self.stride, strict=True)
-        grid = [(n + 2 * pad - step * (k - 1) - 1) // stride + 1 for n, k, step, pad, stride in sides]
-        product = F.linear(patches.mT, self.weight.flatten(1), self.bias)  # (B, h * w, C), channels last
-        return channels_first(product.unflatten(1, grid))
 
 
 @register_notrace_module
@@ -102,6 +88,11 @@ class DepthwiseConv(MapConv):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve x (B, H, W, C)."""
+        if cpu.usable(x) and self.weight.dtype is x.dtype and x.ndim == 4 and x.shape[3] == self.in_channels:
+            image, padding = channels_first(F.gelu(x) if self.gelu else x), self.padding
+            return channels_last(
+                cpu.conv(image, self.weight, self.bias, padding, groups=self.groups, residual=self.residual)  # type: ignore[arg-type]
+            )
         return depthwise_conv(x, self.weight, self.bias, self.residual, self.gelu)
 
     def extra_repr(self) -> str:

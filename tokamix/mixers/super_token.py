@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from timm.layers import Attention, trunc_normal_
 from torch import Tensor, nn
 
-from tokamix.layers import DepthwiseConv, map_to_tokens, tokens_to_map
-from tokamix.ops import super_token_sample, super_token_scatter
+from tokamix.layers import DepthwiseConv, is_bare, map_to_tokens, tokens_to_map
+from tokamix.ops import cpu, super_token_sample, super_token_scatter
 from tokamix.ops.precision import to_autocast_dtype
+from tokamix.ops.super_token.cpu import mix
 
 REFINEMENTS = ("attention", "conv", "none")
 
@@ -61,7 +62,7 @@ class SuperTokenAttention(nn.Module):
         self.refine: nn.Module
         if refine == "attention":
             norm = partial(nn.LayerNorm, eps=1e-6) if qk_norm else None
-            self.refine = Attention(dim, num_heads, qkv_bias=qkv_bias, qk_norm=qk_norm, norm_layer=norm, **dd)
+            self.refine = _Attention(dim, num_heads, qkv_bias=qkv_bias, qk_norm=qk_norm, norm_layer=norm, **dd)
             self.refine.proj_drop = nn.Identity()  # its dropout of rate 0 would be called
         elif refine == "conv":
             self.refine = nn.Sequential(
@@ -75,6 +76,8 @@ class SuperTokenAttention(nn.Module):
         x = to_autocast_dtype(x)
         if self.cell == (1, 1):
             return self._refine(x, grid)
+        if self.backend is None and cpu.usable(x):
+            return mix(tokens_to_map(x, grid), self.cell, self.n_iter, self._refine).flatten(1, 2)
         tokens, association = super_token_sample(tokens_to_map(x, grid), self.cell, self.n_iter, self.backend)
         tokens, small = map_to_tokens(tokens)
         tokens = tokens_to_map(self._refine(tokens, small), small)
@@ -84,6 +87,20 @@ class SuperTokenAttention(nn.Module):
         if isinstance(self.refine, Attention):
             return self.refine(tokens, attn_mask=self.position(grid) if self.position else None)
         return self.refine(tokens_to_map(tokens, grid)).flatten(1, 2)
+
+
+class _Attention(Attention):
+    """timm's attention, with packed weights in inference on a CPU."""
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Attention among tokens x (B, N, C)."""
+        bare = cpu.usable(x) and is_bare(self.qkv, nn.Linear) and is_bare(self.proj, nn.Linear)
+        if not bare or not self.fused_attn:
+            return super().forward(x, attn_mask, is_causal)
+        qkv = cpu.linear(x, self.qkv.weight, self.qkv.bias)
+        q, k, v = qkv.view(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind()
+        x = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v, attn_mask, is_causal=is_causal)
+        return cpu.linear(x.transpose(1, 2).flatten(2), self.proj.weight, self.proj.bias)
 
 
 class RelativePosition(nn.Module):

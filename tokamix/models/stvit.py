@@ -23,10 +23,12 @@ from tokamix.layers import (
     apply_batch_norm,
     channels_last,
     fold_into_next,
+    is_bare,
     tokens_to_map,
 )
 from tokamix.mixers import SuperTokenAttention
 from tokamix.models._backbone import Pyramid, PyramidStage, image_cfg, register_model
+from tokamix.ops import cpu
 
 NATIVE_SIDE = 224  # the image side for which relative position tables have one entry per offset
 
@@ -80,12 +82,40 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """Tokens x (B, H*W, C) of grid (H, W) -> the same shape."""
+        if cpu.usable(x) and self._is_bare():
+            return self._fused(x, grid)
         if self.cpe is not None:
             x = self.cpe(tokens_to_map(x, grid)).flatten(1, 2)
         x = x + self.drop_path(self.ls1(self.mixer(self.norm1(x), grid)))
         z = apply_batch_norm(self.norm2, x)
         z = self.mlp(z, grid) if isinstance(self.mlp, ConvFFN) else self.mlp(z)
         return x + self.drop_path(self.ls2(z))
+
+    def _is_bare(self) -> bool:
+        """Whether `_fused` computes what the layers do."""
+        if self.training or self.cpe is None or type(self.mlp) is not ConvFFN or not is_bare(self.cpe, DepthwiseConv):
+            return False
+        mlp = self.mlp
+        bare = is_bare(mlp.fc1, nn.Linear) and is_bare(mlp.conv, DepthwiseConv) and is_bare(mlp.fc2, nn.Linear)
+        return bare and not mlp._forward_hooks and not mlp._forward_pre_hooks
+
+    def _fused(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        """The same block for inference on a CPU, with fewer and larger kernels; see `tokamix.ops.cpu`."""
+        x = self._depthwise(self.cpe, x, grid)
+        x = x + self.ls1(self.mixer(self.norm1(x), grid))
+        fc1, fc2 = self.mlp.fc1, self.mlp.fc2
+        z = cpu.linear(apply_batch_norm(self.norm2, x), fc1.weight, fc1.bias, gelu=True)
+        z = self._depthwise(self.mlp.conv, z, grid)
+        if isinstance(self.ls2, nn.Identity):
+            return cpu.linear(z, fc2.weight, fc2.bias, residual=x)
+        return x + self.ls2(cpu.linear(z, fc2.weight, fc2.bias))
+
+    @staticmethod
+    def _depthwise(conv: Any, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        """x + conv(x) on tokens x (B, H*W, C)."""
+        image = x.reshape(x.shape[0], *grid, x.shape[2]).permute(0, 3, 1, 2)
+        y = cpu.conv(image, conv.weight, conv.bias, conv.padding, groups=conv.groups, residual=True)
+        return y.permute(0, 2, 3, 1).reshape(x.shape)
 
     def reparameterize(self) -> None:
         """Fold the BatchNorm into the layer after it, for inference; see `timm.utils.reparameterize_model`."""

@@ -88,9 +88,8 @@ def from_cells(cells: Tensor, cell: Cell, height: int, width: int) -> Tensor:
 def around(tokens: Tensor) -> Tensor:
     """The 3x3 super tokens around each cell: (B, p, q, C) -> (B, p, q, 9, C), zero vectors beyond the border."""
     if dispatch.is_exporting_fixed(*tokens.shape[1:3]):
-        return _take(tokens.flatten(1, 2), _neighbours(tokens.shape[1], tokens.shape[2], outward=True)).unflatten(
-            1, tokens.shape[1:3]
-        )
+        index = neighbours(tokens.shape[1], tokens.shape[2], outward=True, device=tokens.device)
+        return take(tokens.flatten(1, 2), index).unflatten(1, tokens.shape[1:3])
     for _ in range(2):  # rows, then columns: the axis is the third last both times
         n, padded = tokens.shape[-3], F.pad(tokens, (0, 0, 0, 0, 1, 1))
         tokens = torch.stack([padded.narrow(-3, i, n) for i in range(3)], dim=-2)
@@ -100,8 +99,8 @@ def around(tokens: Tensor) -> Tensor:
 def to_super_tokens(parts: Tensor) -> Tensor:
     """Sum the cells' contributions to super tokens: (B, p, q, 9, C) -> (B, p, q, C); the adjoint of `around`."""
     if dispatch.is_exporting_fixed(*parts.shape[1:3]):
-        index = _neighbours(parts.shape[1], parts.shape[2], outward=False)
-        return _take(parts.flatten(1, 3), index).sum(2).unflatten(1, parts.shape[1:3])
+        index = neighbours(parts.shape[1], parts.shape[2], outward=False, device=parts.device)
+        return take(parts.flatten(1, 3), index).sum(2).unflatten(1, parts.shape[1:3])
     parts = parts.unflatten(3, (3, 3))
     for _ in range(2):  # columns, then rows
         n, padded = parts.shape[-4], F.pad(parts, (0, 0, 0, 0, 0, 0, 1, 1))
@@ -110,22 +109,19 @@ def to_super_tokens(parts: Tensor) -> Tensor:
     return parts
 
 
-def _take(rows: Tensor, index: list[list[int]]) -> Tensor:
-    """Rows (B, n, C) at indices (m, 9), where n is a row of zeros -> (B, m, 9, C): one gather in an exported graph."""
-    flat = torch.tensor([i for row in index for i in row], device=rows.device)
-    return F.pad(rows, (0, 0, 0, 1)).index_select(1, flat).unflatten(1, (len(index), 9))
+def take(rows: Tensor, index: Tensor) -> Tensor:
+    """Rows (B, n, C) at indices (m * 9), where n is a row of zeros -> (B, m, 9, C): one gather in an exported graph."""
+    return F.pad(rows, (0, 0, 0, 1)).index_select(1, index).unflatten(1, (-1, 9))
 
 
-def _neighbours(p: int, q: int, outward: bool) -> list[list[int]]:
+def neighbours(p: int, q: int, outward: bool, device: torch.device | None = None) -> Tensor:
     """For each of p x q cells, where its 3x3 neighbours (outward) or their parts for it are; the last index is none."""
     cells, last = [(y, x) for y in range(p) for x in range(q)], p * q if outward else 9 * p * q
     steps = [(dy, dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1)]
     index = []
     for y, x in cells:
-        row = []
         for k, (dy, dx) in enumerate(steps):
             inside = 0 <= y + dy < p and 0 <= x + dx < q
             cell = (y + dy) * q + x + dx
-            row.append((cell if outward else 9 * cell + 8 - k) if inside else last)
-        index.append(row)
-    return index
+            index.append((cell if outward else 9 * cell + 8 - k) if inside else last)
+    return torch.tensor(index, device=device)

@@ -1,0 +1,19 @@
+"""Which layers a fused kernel may replace."""
+
+from typing import Any, TypeGuard, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
+def is_bare(layer: nn.Module, kind: type[Layer]) -> TypeGuard[Layer]:
+    """Whether a float32 layer is exactly of this class and its call does nothing else.
+
+    Hooks, adapters, parametrisations and quantised weights need the call itself.
+    """
+    if type(layer) is not kind or layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
+        return False
+    weight: Any = layer.weight
+    return type(weight) in (nn.Parameter, Tensor) and weight.dtype is torch.float32 and weight.is_cpu

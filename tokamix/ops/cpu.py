@@ -1,0 +1,108 @@
+"""Eager float32 inference on a CPU: oneDNN's layers, fused with what follows them, and packed weights.
+
+Used in `torch.inference_mode()` only, where nothing needs gradients; `TOKAMIX_BACKEND=eager` turns it off. oneDNN
+reorders the weights of a layer in every call, which is slow compared with the product where a map has few pixels. So
+the reordered ("packed") weights are kept until the layer's own weights change or are deleted.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tokamix.ops import dispatch
+
+MAX_PACKED_ROWS = 1024  # with more rows, reordering the weights takes little of the product's time
+MIN_PRODUCTS = 4_000_000  # a call of oneDNN takes longer to set up than one of PyTorch's own matrix product
+PROBES = 16  # elements of a weight that are compared with those that were packed
+
+_AVAILABLE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+class _Packed(NamedTuple):
+    source: weakref.ref[Tensor]
+    kind: str
+    address: int
+    version: int
+    probe: Tensor  # a view of a few elements of the weight
+    values: Tensor  # what they were
+    weight: Tensor  # the packed one
+
+    def is_current(self, weight: Tensor) -> bool:
+        """Whether the weight has not changed."""
+        same = self.version == weight._version and self.address == weight.data_ptr()
+        return same and torch.equal(self.probe, self.values)
+
+
+_packed: dict[int, _Packed] = {}
+
+
+def usable(x: Tensor) -> bool:
+    """Whether the functions below may be used for x: a plain eager call in inference mode, in float32 on a CPU."""
+    if dispatch.is_watched() or not torch.is_inference_mode_enabled() or type(x) not in (Tensor, torch.nn.Parameter):
+        return False
+    if not _AVAILABLE or dispatch.INTERPRET or dispatch.forced() is not None or not torch._C._get_mkldnn_enabled():
+        return False
+    return x.dtype is torch.float32 and x.is_cpu and x.numel() > 0 and not torch.is_autocast_enabled("cpu")
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool = False, residual: Tensor | None = None
+) -> Tensor:
+    """A linear layer on x (..., C), and either GELU of its output or its sum with `residual`."""
+    rows = x.numel() // x.shape[-1]
+    if rows * weight.numel() < MIN_PRODUCTS and not gelu:
+        y = F.linear(x, weight, bias)
+        return y if residual is None else y.add_(residual)
+    if rows < MAX_PACKED_ROWS:
+        weight = _pack(weight, "linear", lambda: torch.ops.mkldnn._reorder_linear_weight.default(weight, rows))
+    if residual is not None:
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")
+    activation = ("gelu", [None], "none") if gelu else ("none", [], "")
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, *activation)
+
+
+def conv(
+    image: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    padding: Sequence[int],
+    stride: Sequence[int] = (1, 1),
+    dilation: Sequence[int] = (1, 1),
+    groups: int = 1,
+    residual: bool = False,
+) -> Tensor:
+    """A convolution of an image (B, C, H, W) to channels_last memory; with `residual`, depthwise and plus the image."""
+    options = padding, stride, dilation, groups
+    image = image.contiguous(memory_format=torch.channels_last)
+
+    def pack() -> Tensor:
+        kernels = weight
+        if residual:  # adding 1 at the centre of each kernel adds the image
+            kernels = weight.clone()
+            kernels[:, :, weight.shape[2] // 2, weight.shape[3] // 2] += 1
+        return torch.ops.mkldnn._reorder_convolution_weight.default(kernels, *options, image.shape)
+
+    packed = _pack(weight, "residual" if residual else "conv", pack)
+    return torch.ops.mkldnn._convolution_pointwise.default(image, packed, bias, *options, "none", [], "")
+
+
+def _pack(weight: Tensor, kind: str, pack: Callable[[], Tensor]) -> Tensor:
+    """The packed weight, from the cache if the weight has not changed since.
+
+    PyTorch counts changes, but not those made through `weight.data`: a moving average of weights is often written that
+    way. So a few elements are compared as well.
+    """
+    key = id(weight)
+    found = _packed.get(key)
+    if found is not None and found.source() is weight and found.kind == kind and found.is_current(weight):
+        return found.weight
+    if weight.is_inference() or not weight.is_contiguous():  # changes are not counted, or the elements not adjacent
+        return pack()
+    probe = weight.detach().view(-1)[:: max(1, weight.numel() // PROBES)]
+    source = weakref.ref(weight, lambda _: _packed.pop(key, None))
+    _packed[key] = _Packed(source, kind, weight.data_ptr(), weight._version, probe, probe.clone(), pack())
+    return _packed[key].weight
