@@ -92,7 +92,7 @@ def files_of(folder: Path, name: str, size: int) -> dict[str, Path]:
 
 
 def export_all(folder: Path, models: list[tuple[str, int]], paths: tuple[str, ...]) -> None:
-    """Write what is missing; the model is traced and translated once for all runtimes."""
+    """Write what is missing; the model is traced and translated once for each runtime."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, size in models:
         files = {path: file for path, file in files_of(folder, name, size).items() if path in paths}
@@ -106,12 +106,15 @@ def export_all(folder: Path, models: list[tuple[str, int]], paths: tuple[str, ..
         model = create_for_size(name, size)
         config = InferenceConfig.from_model(model).replace(image_size=size, crop_pct=1.0)
         graph = create_graph(model, config, preprocessing=False, features=False, precision="fp32")
-        program = trace(graph, (size, size), 1, config, name)
+        programs = {
+            to: trace(graph, (size, size), 1, config, name, to) for to in {path.split("-")[0] for path in missing}
+        }
         metadata = {"inference": config.to_dict(), "input": "float32", "size": [size, size], "batch": 1}
         metadata |= {"outputs": ["logits"], "features": False, "multiple": 1, "model": name}
         batches = calibration_batches(graph, config, _random_data(size, len(config.class_names)), 1)
         for path, file in missing.items():
-            precision = path.partition("-")[2] or "fp32"
+            to, _, kind = path.partition("-")
+            program, precision = programs[to], kind or "fp32"
             own = {**metadata, "precision": precision}
             if path == "onnx":
                 write_onnx(program, file, own, 20)

@@ -36,7 +36,7 @@ OPSET, BATCH = 20, 64
 
 
 class Network:
-    """A shipped network, traced once for all runtimes, with the images that it is measured on."""
+    """A shipped network, traced once for each runtime, with the images that it is measured on."""
 
     def __init__(self, name: str, data: Any) -> None:
         network, config = load_model(name)
@@ -44,7 +44,7 @@ class Network:
             raise ValueError(f"{name} has other classes than {data.name}")
         size = (config.image_size, config.image_size)
         self.graph: Graph = create_graph(network, config, preprocessing=False, features=False, precision="fp32")
-        self.program = trace(self.graph, size, None, config, name)
+        self.programs = {to: trace(self.graph, size, None, config, name, to) for to in ("onnx", "openvino")}
         self.config: InferenceConfig = config
         self.data = data
         self.metadata = {"inference": config.to_dict(), "input": "float32", "size": list(size), "batch": None}
@@ -55,12 +55,12 @@ class Network:
         batches = calibration_batches(self.graph, self.config, self.data, 1)
         metadata = {**self.metadata, "precision": "int8"}
         if runtime == "onnx":
-            return _Onnx(self.program, metadata, OPSET, batches, attention)
-        return _OpenVino(self.program, metadata, OPSET, batches)
+            return _Onnx(self.programs[runtime], metadata, OPSET, batches, attention)
+        return _OpenVino(self.programs[runtime], metadata, OPSET, batches)
 
     def write_exact(self, runtime: str, path: Path) -> None:
         """Write the fp32 file."""
-        WRITERS[runtime](self.program, path, {**self.metadata, "precision": "fp32"}, OPSET)
+        WRITERS[runtime](self.programs[runtime], path, {**self.metadata, "precision": "fp32"}, OPSET)
 
     def correct(self, path: Path) -> Tensor:
         """Which validation images a file classifies correctly."""

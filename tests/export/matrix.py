@@ -34,13 +34,13 @@ Write = Callable[..., ExportReport]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """`export` of a model to a target; programs of the same precision, size and batch are traced once in a test."""
+    """`export` of a model to a target; programs are traced once in a test, and once more for OpenVINO."""
     programs: dict[Any, Any] = {}
     trace = run.trace
 
-    def trace_once(graph: Any, size: Any, batch: Any, *args: Any) -> Any:
-        key = (graph.dtype, size, batch)
-        programs[key] = programs.get(key) or trace(graph, size, batch, *args)
+    def trace_once(graph: Any, size: Any, batch: Any, config: Any, name: str, to: str) -> Any:
+        key = (graph.dtype, size, batch, to == "openvino")
+        programs[key] = programs.get(key) or trace(graph, size, batch, config, name, to)
         return programs[key]
 
     monkeypatch.setattr(run, "trace", trace_once)

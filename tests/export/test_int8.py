@@ -41,7 +41,7 @@ def test_sensitivity(classifier_run: Path, tmp_path: Path, monkeypatch: pytest.M
         node = [
             n
             for n in proto.graph.node
-            if n.op_type == "MatMul" and n.input[1] in {w.name for w in proto.graph.initializer}
+            if n.op_type == "Gemm" and n.input[1] in {w.name for w in proto.graph.initializer}
         ][1]
         weight = next(w for w in proto.graph.initializer if w.name == node.input[1])
         values = onnx.numpy_helper.to_array(weight).copy()

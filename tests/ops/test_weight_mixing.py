@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokamix.ops import bank_mixing, bank_mixing_weights, resize_bank
+from tokamix.mixers import WeightMixing
+from tokamix.ops import bank_mixing, bank_mixing_weights, dispatch, resize_bank
 from tokamix.ops.weight_mixing.op import ACTIVATIONS
 
 CASES = {  # grid, window, shift
@@ -242,3 +243,27 @@ def test_bad_input() -> None:
             bank_mixing(*arguments)
     with pytest.raises(RuntimeError, match="cannot run on the triton backend"):
         bank_mixing(v, policy, bank, (4, 4), (2, 2), backend="triton")
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("target", ["torch-export", "onnx", "openvino"])
+def test_exported_forms(target: str, case: str) -> None:
+    """Graphs for runtimes compute the same in another order; OpenVINO's has its softmax written out."""
+    grid, window, shift = CASES[case]
+
+    class Mix(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixer = WeightMixing(6, window, 3, partition=True, shift=shift, dtype=torch.float64)
+            torch.nn.init.normal_(self.mixer.bank)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mixer(x, grid)
+
+    model, x = Mix().eval(), torch.randn(2, math.prod(grid), 6, dtype=torch.float64)
+    with dispatch.export_target(target):
+        program = torch.export.export(model, (x,))
+    torch.testing.assert_close(program.module()(x), model(x))
+    operators = {node.target for node in program.graph.nodes}
+    assert (torch.ops.aten.exp.default in operators) == (target == "openvino")
+    assert (torch.ops.aten.softmax.int in operators) == (target != "openvino")

@@ -19,6 +19,7 @@ from tokamix.export.sizes import checked_cases, choose_batch, choose_size, find_
 from tokamix.export.write import OPSETS, PRECISIONS, SUFFIX, WRITERS, move, quiet, written_files
 from tokamix.files import WriteError
 from tokamix.inference import InferenceConfig, load_model
+from tokamix.ops import dispatch
 
 Target = Literal["onnx", "openvino", "torch-export", "aoti", "executorch"]
 
@@ -114,7 +115,7 @@ def export(
         graph = create_graph(network, config, preprocessing, features, precision).to(device)
 
     def retrace(graph: Graph) -> ExportedProgram:
-        return trace(graph, shape, count, config, type(network).__name__)
+        return trace(graph, shape, count, config, type(network).__name__, to)
 
     program = retrace(graph)
     metadata: dict[str, Any] = {
@@ -158,8 +159,10 @@ def export(
     return report
 
 
-def trace(graph: Graph, size: Size | None, batch: int | None, config: InferenceConfig, name: str) -> ExportedProgram:
-    """Trace a graph with torch.export; sizes and batches of None stay symbolic."""
+def trace(
+    graph: Graph, size: Size | None, batch: int | None, config: InferenceConfig, name: str, to: str
+) -> ExportedProgram:
+    """Trace a graph with torch.export for a target; sizes and batches of None stay symbolic."""
     # from a size that is neither square nor the model's own, and a batch of 2: what equals a constant is specialised
     example = graph.example(size or traced_size(config), batch or 2)
     axes = (1, 2) if graph.preprocessing else (2, 3)
@@ -167,7 +170,7 @@ def trace(graph: Graph, size: Size | None, batch: int | None, config: InferenceC
     if size is None:
         dynamic |= dict.fromkeys(axes, Dim.AUTO)
     try:
-        with torch.no_grad(), quiet():
+        with torch.no_grad(), quiet(), dispatch.export_target(to):
             program = torch.export.export(graph, (example,), dynamic_shapes=(dynamic,) if dynamic else None)
     except (RuntimeError, ValueError, AssertionError, TypeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.export import ExportedProgram
 
+from tokamix.export.simplify import simplify
 from tokamix.runtimes import METADATA_KEY, require
 
 SUFFIX = {"onnx": ".onnx", "openvino": ".xml", "torch-export": ".pt2", "aoti": ".pt2", "executorch": ".pte"}
@@ -60,11 +61,21 @@ def to_onnx(program: ExportedProgram, outputs: Sequence[str], opset: int) -> Any
         )
         # banks and position tables of a fixed size, which are larger than the exporter folds by itself
         optimizer.optimize_ir(exported.model, input_size_limit=FOLDED_VALUES, output_size_limit=FOLDED_VALUES)
+        _register_initializers(exported.model.graph)
+        simplify(exported.model)
         proto = exported.model_proto
     del proto.graph.value_info[:]  # some are wrong after folding, and quantisers believe them
     _name_nodes(proto)
     _translated[program] = proto
     return proto
+
+
+def _register_initializers(graph: Any) -> None:
+    """Register constants that onnxscript 0.7.2 loses when its rules name two of them alike."""
+    for node in graph:
+        for value in node.inputs:
+            if value is not None and value.const_value is not None and value.name not in graph.initializers:
+                graph.register_initializer(value)
 
 
 def _name_nodes(proto: Any) -> None:

@@ -158,10 +158,23 @@ class WeightMixing(nn.Module):
 
     def _policy(self, x: Tensor) -> Tensor:
         assert self.adapter is not None
-        policy = self.adapter(x).unflatten(2, (-1, self.num_heads))  # (B, N, K, heads)
+        if dispatch.is_exporting_to("onnx", "openvino"):
+            policy = self._heads_first(x)
+        else:
+            policy = self.adapter(x).unflatten(2, (-1, self.num_heads))  # (B, N, K, heads)
         if self.policy_activation == "softmax":
             return policy.softmax(2).to(policy.dtype)
         return policy.sigmoid() if self.policy_activation == "sigmoid" else policy
+
+    def _heads_first(self, x: Tensor) -> Tensor:
+        """The adapter with permuted weights, which are constants of an ONNX graph: its output is not transposed."""
+        assert isinstance(self.adapter, nn.Sequential)
+        last: Any = self.adapter[-1]
+        weight, bias = (
+            t.unflatten(0, (-1, self.num_heads)).transpose(0, 1).flatten(0, 1) for t in (last.weight, last.bias)
+        )
+        hidden = self.adapter[:-1](x)
+        return F.linear(hidden, weight, bias).unflatten(2, (self.num_heads, -1)).transpose(2, 3)  # (B, N, K, heads)
 
     def _tile(self, embed: Tensor, grid: Pair) -> Tensor:
         """Repeat a window's embedding (h*w, C) over the windows of a grid -> (H*W, C)."""

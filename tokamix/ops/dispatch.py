@@ -25,6 +25,7 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _log = logging.getLogger("tokamix")
 _forced = os.environ.get("TOKAMIX_BACKEND") or None
 _light = os.environ.get("TOKAMIX_LIGHT") != "0"
+_target: str | None = None
 
 
 @contextmanager
@@ -130,6 +131,22 @@ def is_exporting() -> bool:
 def is_exporting_fixed(*sizes: int) -> bool:
     """Whether torch.export traces and these sizes are numbers, so that a graph may hold constants made from them."""
     return is_exporting() and not any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+@contextmanager
+def export_target(target: str | None) -> Iterator[None]:
+    """Trace for a target of `tokamix.export` inside the `with` block: what one runtime is fast at, another is not."""
+    global _target
+    before, _target = _target, target
+    try:
+        yield
+    finally:
+        _target = before
+
+
+def is_exporting_to(*targets: str) -> bool:
+    """Whether torch.export traces for one of these targets; see `export_target`."""
+    return is_exporting() and _target in targets
 
 
 def sizes_unknown() -> AbstractContextManager[None]:

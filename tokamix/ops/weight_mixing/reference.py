@@ -4,6 +4,7 @@ Weights have the layout (sources, B, windows, heads, destinations): policy times
 so the source comes first; the product with the values reads them in place.
 """
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,25 +28,37 @@ def bank_mixing(
     """Mix values v (B, N, heads, d) with the weights of `mixing_weights`; see `tokamix.ops.bank_mixing`."""
     values = to_windows(v, grid, window, shift).transpose(2, 3)  # (B, windows, heads, sources, d)
     if dispatch.is_exporting() and activation == "softmax" and policy is not None:
-        mixed = _mix_last_axis(values, policy, bank, grid, window, shift, shift_mask)
+        mixed = _exported_mixing(values, policy, bank, grid, window, shift, shift_mask)
     else:
         weights = mixing_weights(policy, bank, grid, window, shift, shift_mask, activation).to(v.dtype)
-        mixed = weights.permute(1, 2, 3, 4, 0) @ values  # (B, windows, heads, destinations, d)
-    return from_windows(mixed.transpose(2, 3), grid, window, shift)
+        mixed = (weights.permute(1, 2, 3, 4, 0) @ values).transpose(2, 3)
+    return from_windows(mixed, grid, window, shift)  # from (B, windows, destinations, heads, d)
 
 
-def _mix_last_axis(
+def _exported_mixing(
     values: Tensor, policy: Tensor, bank: Tensor, grid: Pair, window: Pair, shift: Pair, shift_mask: bool
 ) -> Tensor:
-    """The product of weights and values for exported graphs: runtimes are fast at a softmax over the last axis only."""
+    """The product of softmax weights and values for exported graphs, (B, windows, destinations, heads, d).
+
+    ONNX Runtime is fast at a softmax over the last axis only. OpenVINO is slow at transposing matrices, more than at a
+    softmax over the first axis, written out: there, sources stay the first axis and only whole rows move.
+    """
     table = expand_bank(bank, window).permute(1, 0, 2)  # (sources, K, destinations)
-    rows = to_windows(policy, grid, window, shift).permute(2, 0, 1, 4, 3)  # (sources, B, windows, heads, K)
+    rows = _to_sources(policy.transpose(2, 3), grid, window, shift)
+    shape = rows.shape[1:4]  # B, windows, heads
     logits = torch.bmm(rows.flatten(1, 3), table.to(rows.dtype))  # (sources, B * windows * heads, destinations)
-    logits = logits.permute(1, 2, 0).unflatten(0, rows.shape[1:4])  # (B, windows, heads, destinations, sources)
     allowed = same_side(grid, window, shift, bank.device) if shift_mask else None
+    if not dispatch.is_exporting_to("openvino"):
+        logits = logits.permute(1, 2, 0).unflatten(0, shape)  # (B, windows, heads, destinations, sources)
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed.permute(1, 2, 3, 4, 0), -torch.inf)
+        return (logits.softmax(-1) @ values).transpose(2, 3)
     if allowed is not None:
-        logits = logits.masked_fill(~allowed.permute(1, 2, 3, 4, 0), -torch.inf)
-    return logits.softmax(-1) @ values
+        logits = logits.unflatten(1, shape).masked_fill(~allowed, -torch.inf).flatten(1, 3)
+    weights = (logits - logits.amax(0, keepdim=True)).exp()
+    sums = weights.sum(0).unflatten(0, shape).transpose(2, 3)  # (B, windows, destinations, heads)
+    weights = _swap_rows(weights).unflatten(0, shape)  # (B, windows, heads, sources, destinations)
+    return (weights.mT @ values).transpose(2, 3) / sums[..., None]
 
 
 def mixing_weights(
@@ -127,18 +140,22 @@ def same_side(grid: Pair, window: Pair, shift: Pair, device: torch.device) -> Te
 
 def to_windows(x: Tensor, grid: Pair, window: Pair, shift: Pair = (0, 0)) -> Tensor:
     """Tokens (B, H*W, ...) of a grid (H, W), shifted cyclically -> (B, windows, h*w, ...)."""
+    (height, width), (h, w) = grid, window
+    if dispatch.is_exporting_fixed(*grid):
+        return _reorder(x, window_order(grid, window, shift)).unflatten(1, (-1, h * w))
     if dispatch.is_exporting() and x.ndim > 3:  # XNNPACK takes at most six axes
         return to_windows(x.flatten(2), grid, window, shift).unflatten(3, x.shape[2:])
     x = x.unflatten(1, grid)
     if shift != (0, 0):
         x = x.roll((-shift[0], -shift[1]), (1, 2))
-    (height, width), (h, w) = grid, window
     x = x.unflatten(2, (width // w, w)).unflatten(1, (height // h, h))
     return _contiguous(x.transpose(2, 3)).flatten(3, 4).flatten(1, 2)
 
 
 def from_windows(x: Tensor, grid: Pair, window: Pair, shift: Pair = (0, 0)) -> Tensor:
     """The inverse of `to_windows`: (B, windows, h*w, ...) -> (B, H*W, ...)."""
+    if dispatch.is_exporting_fixed(*grid):
+        return _reorder(x.flatten(1, 2), np.argsort(window_order(grid, window, shift)))
     if dispatch.is_exporting() and x.ndim > 4:
         return from_windows(x.flatten(3), grid, window, shift).unflatten(2, x.shape[3:])
     (height, width), (h, w) = grid, window
@@ -147,6 +164,38 @@ def from_windows(x: Tensor, grid: Pair, window: Pair, shift: Pair = (0, 0)) -> T
     if shift != (0, 0):
         x = x.roll(shift, (1, 2))
     return x.flatten(1, 2)
+
+
+def _to_sources(x: Tensor, grid: Pair, window: Pair, shift: Pair) -> Tensor:
+    """Tokens (B, H*W, ...) -> (h*w, B, windows, ...)."""
+    if not dispatch.is_exporting_fixed(*grid):
+        return to_windows(x, grid, window, shift).movedim(2, 0)
+    size = window[0] * window[1]
+    order = window_order(grid, window, shift).reshape(-1, size).T.flatten()
+    return _reorder(x, order).unflatten(1, (size, -1)).transpose(0, 1)
+
+
+def window_order(grid: Pair, window: Pair, shift: Pair) -> np.ndarray:
+    """The tokens of a grid, window by window, as indices."""
+    (height, width), (h, w) = grid, window
+    tokens = np.roll(np.arange(height * width).reshape(grid), (-shift[0], -shift[1]), (0, 1))
+    return tokens.reshape(height // h, h, width // w, w).swapaxes(1, 2).flatten()
+
+
+def _reorder(x: Tensor, order: np.ndarray) -> Tensor:
+    """Tokens (B, N, ...) in another order: one operator in graphs of a fixed size, none where the order is the same."""
+    if np.array_equal(order, np.arange(len(order))):
+        return x
+    return x.flatten(2).index_select(1, torch.tensor(order.tolist(), device=x.device)).unflatten(2, x.shape[2:])
+
+
+def _swap_rows(x: Tensor) -> Tensor:
+    """(S, M, n) -> (M, S, n); in a graph of fixed size by indices: OpenVINO is slow at transposing rows of 49 bytes."""
+    sources, rows = x.shape[:2]
+    if not dispatch.is_exporting_fixed(rows):
+        return x.transpose(0, 1)
+    order = torch.tensor(np.arange(sources * rows).reshape(sources, rows).T.flatten().tolist(), device=x.device)
+    return x.flatten(0, 1).index_select(0, order).unflatten(0, (rows, sources))
 
 
 def _contiguous(x: Tensor) -> Tensor:

@@ -1,0 +1,136 @@
+"""Rules that remove nodes from ONNX graphs: the same outputs, and the nodes that should be left."""
+
+import numpy as np
+import onnx
+import onnx_ir
+import onnxruntime
+import pytest
+
+from tokamix.export.simplify import simplify
+
+# name: (input shape, shapes of constants, nodes, operators that are left)
+CASES: dict[str, tuple[tuple[int, ...], dict[str, tuple[int, ...]], str, str]] = {
+    "a Transpose of single axes": ((2, 1, 3), {}, "a = Transpose<perm=[1, 0, 2]>(x) y = Softmax(a)", "Reshape Softmax"),
+    "a Transpose that moves data": (
+        (2, 3, 1),
+        {},
+        "a = Transpose<perm=[1, 0, 2]>(x) y = Softmax(a)",
+        "Transpose Softmax",
+    ),
+    "Reshapes that undo each other": (
+        (2, 3, 4),
+        {"s": (2, 12), "t": (2, 3, 4)},
+        "a = Reshape(x, s) b = Reshape(a, t) y = Relu(b)",
+        "Relu",
+    ),
+    "a function between Transposes": (
+        (2, 3, 4),
+        {},
+        "a = Transpose<perm=[1, 2, 0]>(x) b = Gelu(a) c = Transpose<perm=[2, 0, 1]>(b) y = Abs(c)",
+        "Gelu Abs",
+    ),
+    "a function between other Transposes": (
+        (2, 3, 4),
+        {},
+        "a = Transpose<perm=[1, 2, 0]>(x) b = Gelu(a) c = Transpose<perm=[1, 2, 0]>(b) y = Abs(c)",
+        "Transpose Gelu Transpose Abs",
+    ),
+    "one index of an axis": (
+        (3, 2, 4),
+        {"i": (1,), "j": (2,), "axis": (0,)},
+        "a = Slice(x, i, j, axis) b = Squeeze(a, axis) y = Abs(b)",
+        "Gather Abs",
+    ),
+    "two indices of an axis": (
+        (3, 2, 4),
+        {"i": (1,), "j": (3,), "axis": (0,)},
+        "a = Slice(x, i, j, axis) y = Abs(a)",
+        "Slice Abs",
+    ),
+    "indices as a matrix": (
+        (2, 2),
+        {"W": (5, 3), "flat": (4,), "s": (2, 2, 3)},
+        "n = Cast<to=7>(x) i = Reshape(n, flat) a = Gather<axis=0>(W, i) b = Reshape(a, s) y = Abs(b)",
+        "Cast Gather Abs",
+    ),
+    "transposed keys": (
+        (2, 3, 4, 5),
+        {"s": (6, 4, 5), "t": (2, 3, 5, 4)},
+        "a = Reshape(x, s) b = Transpose<perm=[0, 2, 1]>(a) c = Reshape(b, t) y = Abs(c)",
+        "Transpose Abs",
+    ),
+    "a linear layer on tokens": (
+        (2, 3, 4),
+        {"W": (4, 5), "B": (5,)},
+        "a = MatMul(x, W) b = Add(a, B) y = Relu(b)",
+        "Reshape Gemm Reshape Relu",
+    ),
+    "a residual block in rows": (
+        (2, 3, 4),
+        {"W": (4, 4), "B": (4,), "G": (4,)},
+        "n = LayerNormalization<axis=-1>(x, G, B) a = MatMul(n, W) b = Add(a, B) c = Add(x, b) d = Gelu(c)"
+        " e = MatMul(d, W) f = Add(e, B) h = Add(c, f) y = Softmax(h)",
+        "LayerNormalization Reshape Gemm Reshape Add Gelu Gemm Add Reshape Softmax",
+    ),
+    "layer scale": (
+        (2, 3, 4),
+        {"W": (4, 5), "B": (5,), "G": (5,)},
+        "a = MatMul(x, W) b = Add(a, B) c = Mul(b, G) y = Relu(c)",
+        "Reshape Gemm Reshape Relu",
+    ),
+    "layer scale after a convolution": (
+        (1, 2, 4, 4),
+        {"W": (3, 2, 1, 1), "B": (3,), "G": (3,)},
+        "a = Conv(x, W, B) b = Transpose<perm=[0, 2, 3, 1]>(a) c = Mul(b, G) y = Abs(c)",
+        "Conv Transpose Abs",
+    ),
+    "a scale of the wrong axis": (
+        (2, 5, 4),
+        {"W": (4, 5), "B": (5,), "G": (5, 1)},
+        "a = MatMul(x, W) b = Add(a, B) c = Mul(b, G) y = Relu(c)",
+        "Reshape Gemm Reshape Mul Relu",
+    ),
+    "a scale of one reader": (
+        (2, 3, 4),
+        {"W": (4, 5), "G": (5,)},
+        "a = MatMul(x, W) b = Mul(a, G) y = Add(a, b)",
+        "MatMul Mul Add",
+    ),
+    "the scale of the queries": (
+        (1, 3, 4),
+        {"W": (4, 12), "B": (12,), "G": (1,), "s": (1, 3, 3, 2, 2), "i": (0,), "j": (1,), "k": (2,), "axis": (0,)},
+        "a = MatMul(x, W) b = Add(a, B) c = Reshape(b, s) d = Transpose<perm=[2, 0, 3, 1, 4]>(c)"
+        " e = Slice(d, i, j, axis) q = Squeeze(e, axis) f = Slice(d, j, k, axis) v = Squeeze(f, axis)"
+        " g = Mul(q, G) y = Add(g, v)",
+        "Reshape Gemm Reshape Transpose Gather Gather Add",
+    ),
+}
+
+
+def create_model(shape: tuple[int, ...], constants: dict[str, tuple[int, ...]], nodes: str) -> onnx.ModelProto:
+    """Capital names are weights of these shapes, others are these numbers."""
+    dims = ",".join(map(str, shape))
+    text = f'<ir_version: 10, opset_import: ["" : 20]> g (float[{dims}] x) => (float[] y) {{ {nodes} }}'
+    model = onnx.parser.parse_model(text)
+    del model.graph.output[0].type.tensor_type.shape.dim[:]
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    rng = np.random.default_rng(0)
+    for name, value in constants.items():
+        array = rng.standard_normal(value).astype(np.float32) if name.isupper() else np.array(value, np.int64)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return onnx.shape_inference.infer_shapes(model, data_prop=True)
+
+
+def run(model: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
+    return onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rules(case: str) -> None:
+    shape, constants, nodes, left = CASES[case]
+    before = create_model(shape, constants, nodes)
+    model = onnx_ir.from_proto(before)
+    simplify(model)
+    assert [node.op_type for node in model.graph] == left.split()
+    x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    np.testing.assert_allclose(run(onnx_ir.to_proto(model), x), run(before, x), rtol=1e-5, atol=1e-6)
