@@ -66,6 +66,11 @@ class Launch:
         return self.kernel[self.grid](*tensors, *self.numbers, **self.constants)
 
 
+def empty_like(x: Tensor) -> Tensor:
+    """An empty contiguous tensor of the shape and dtype of x; in less time than torch.empty takes."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def _has_hooks() -> bool:
     """Whether a profiler of Triton watches launches."""
     hooks = knobs.runtime.launch_enter_hook

@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokamix.ops.launch import CACHE_SIZE, Launch
+from tokamix.ops.launch import CACHE_SIZE, Launch, empty_like
 
 TILE = 4096  # elements per program
 PART = 64  # tokens per program on longer lines: a whole long line would leave room for few channels only
@@ -285,7 +284,7 @@ Strides = tuple[int, ...]
 def forward(x: Tensor, offset: Tensor, dims: Sequence[int]) -> list[Tensor]:
     """Sample x (B, H, W, C) along each of `dims` -> one map each; offset (B, H, W, len(dims) * G)."""
     (_, height, width, channels), groups = x.shape, offset.shape[3] // len(dims)
-    outputs = [torch.empty(x.shape, device=x.device, dtype=x.dtype) for _ in dims]
+    outputs = [empty_like(x) for _ in dims]
     if x.numel() == 0:
         return outputs
     blocks = choose_blocks(max(height, width), groups, channels // groups)
@@ -297,8 +296,8 @@ def forward(x: Tensor, offset: Tensor, dims: Sequence[int]) -> list[Tensor]:
 def backward(grads: Sequence[Tensor], x: Tensor, offset: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The gradients of x and offset."""
     (_, height, width, channels), groups = x.shape, offset.shape[3] // len(dims)
-    grad_x = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-    grad_offset = torch.empty(offset.shape, device=offset.device, dtype=offset.dtype)
+    grad_x = empty_like(x)
+    grad_offset = empty_like(offset)
     if x.numel() == 0:
         return grad_x, grad_offset
     parts = zip(grads, dims, offset.chunk(len(dims), -1), grad_offset.chunk(len(dims), -1), strict=True)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokamix.ops.launch import CACHE_SIZE, Launch
+from tokamix.ops.launch import CACHE_SIZE, Launch, empty_like
 
 BLOCK_N = 64
 FEW_PROGRAMS = 264  # two for each multiprocessor of an H200
@@ -128,7 +128,7 @@ def branch_summary(first: Tensor, second: Tensor, third: Tensor) -> Tensor:
 
 def fuse_branches(first: Tensor, second: Tensor, third: Tensor, logits: Tensor) -> Tensor:
     """The weighted sum of three branches (B, N, C), logits (B, C * 3)."""
-    out = torch.empty(first.shape, device=first.device, dtype=first.dtype)
+    out = empty_like(first)
     if out.numel():
         branches = first.contiguous(), second.contiguous(), third.contiguous()
         _launches(first.shape)[1](*branches, logits.contiguous(), out)
@@ -139,8 +139,8 @@ def fuse_branches_backward(
     grad: Tensor, first: Tensor, second: Tensor, third: Tensor, logits: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of the branches and of the logits."""
-    grads = [torch.empty(grad.shape, device=grad.device, dtype=grad.dtype) for _ in range(3)]
-    grad_logits = torch.empty(logits.shape, device=logits.device, dtype=logits.dtype)
+    grads = [empty_like(grad) for _ in range(3)]
+    grad_logits = empty_like(logits)
     if grad.numel():
         branches = first.contiguous(), second.contiguous(), third.contiguous()
         _launches(grad.shape)[2](grad.contiguous(), *branches, logits.contiguous(), *grads, grad_logits)

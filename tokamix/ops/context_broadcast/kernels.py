@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokamix.ops.launch import CACHE_SIZE, Launch
+from tokamix.ops.launch import CACHE_SIZE, Launch, empty_like
 
 BLOCK_N, BLOCK_C = 128, 64
 MANY_TOKENS, SOME_TOKENS = 4096, 512
@@ -119,7 +119,7 @@ def _add_mean_kernel(
 def broadcast_context(x: Tensor, scale: Tensor | None) -> Tensor:
     """(x + scale * mean) / 2 for tokens x (B, N, C) of any strides."""
     batch, tokens, channels = x.shape
-    out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    out = empty_like(x)
     if not out.numel():
         return out
     weight, blocks = x if scale is None else scale.contiguous(), triton.cdiv(channels, BLOCK_C)

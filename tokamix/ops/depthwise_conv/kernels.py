@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokamix.ops import dispatch
-from tokamix.ops.launch import CACHE_SIZE, Launch
+from tokamix.ops.launch import CACHE_SIZE, Launch, empty_like
 
 INTERPRET = tl.constexpr(dispatch.INTERPRET)
 
@@ -295,7 +295,7 @@ def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: bool, gelu: bool, plan: Plan | None = None
 ) -> Tensor:
     """The convolution of x (B, H, W, C)."""
-    y = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    y = empty_like(x)
     if y.numel():
         plan, exact, biased = plan or plan_forward(x.shape), x.dtype == torch.float32, bias is not None
         launch = _forward_launch(x.shape, x.stride(), plan, biased, residual, gelu, exact)
@@ -309,11 +309,11 @@ def backward(
     """The gradients of x, weight and bias."""
     plan, exact, channels = plan or plan_backward(x.shape), x.dtype == torch.float32, x.shape[3]
     programs, multiply, add = _backward_launches(x.shape, grad.stride(), x.stride(), plan, residual, gelu, exact)
-    grad_x = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    grad_x = empty_like(x)
     sums = torch.empty(programs, 10, channels, device=x.device, dtype=torch.float32)
     if programs:
         multiply(grad, x, weight.contiguous(), grad_x, sums)
-    grad_weight = torch.empty(weight.shape, device=x.device, dtype=weight.dtype)
+    grad_weight = empty_like(weight)
     grad_bias = torch.empty(channels, device=x.device, dtype=weight.dtype)
     add(sums, grad_weight, grad_bias)
     return grad_x, grad_weight, grad_bias

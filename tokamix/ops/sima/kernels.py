@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokamix.ops.launch import CACHE_SIZE, Launch
+from tokamix.ops.launch import CACHE_SIZE, Launch, empty_like
 
 POWERS = {None: 0, "l1": 1, "l2": 2}
 
@@ -445,7 +445,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, norm: str | None, eps: float, plan:
     """Attend from q (B, Nq, H, D) to k, v (B, Nk, H, D) -> (B, Nq, H, D), contiguous."""
     batch, nq, heads, dim = q.shape
     nk, power = k.shape[1], POWERS[norm]
-    out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
+    out = empty_like(q)
     if not out.numel():
         return out
     q, (k, v) = _unit_stride(q), _keys_and_values(k, v)
