@@ -62,7 +62,7 @@ class SuperTokenAttention(nn.Module):
         self.refine: nn.Module
         if refine == "attention":
             norm = partial(nn.LayerNorm, eps=1e-6) if qk_norm else None
-            self.refine = _Attention(dim, num_heads, qkv_bias=qkv_bias, qk_norm=qk_norm, norm_layer=norm, **dd)
+            self.refine = Attention(dim, num_heads, qkv_bias=qkv_bias, qk_norm=qk_norm, norm_layer=norm, **dd)
             self.refine.proj_drop = nn.Identity()  # its dropout of rate 0 would be called
         elif refine == "conv":
             self.refine = nn.Sequential(
@@ -71,11 +71,14 @@ class SuperTokenAttention(nn.Module):
         else:
             self.refine = nn.Identity()
 
-    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Mix tokens x (B, H*W, C) of grid (H, W)."""
-        x = to_autocast_dtype(x)
+    def forward(self, x: Tensor, grid: tuple[int, int], residual: Tensor | None = None) -> Tensor:
+        """Mix tokens x (B, H*W, C) of grid (H, W); `residual` is added to them."""
         if self.cell == (1, 1):
-            return self._refine(x, grid)
+            return self._refine(to_autocast_dtype(x), grid, residual)
+        out = self._mix(to_autocast_dtype(x), grid)
+        return out if residual is None else residual + out
+
+    def _mix(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         if self.backend is None and cpu.usable(x):
             return mix(tokens_to_map(x, grid), self.cell, self.n_iter, self._refine).flatten(1, 2)
         tokens, association = super_token_sample(tokens_to_map(x, grid), self.cell, self.n_iter, self.backend)
@@ -83,24 +86,31 @@ class SuperTokenAttention(nn.Module):
         tokens = tokens_to_map(self._refine(tokens, small), small)
         return super_token_scatter(tokens, association, self.cell, self.backend).flatten(1, 2)
 
-    def _refine(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+    def _refine(self, tokens: Tensor, grid: tuple[int, int], residual: Tensor | None = None) -> Tensor:
         if isinstance(self.refine, Attention):
-            return self.refine(tokens, attn_mask=self.position(grid) if self.position else None)
-        return self.refine(tokens_to_map(tokens, grid)).flatten(1, 2)
+            mask = self.position(grid) if self.position else None
+            if cpu.usable(tokens) and _is_bare(self.refine):
+                return _attend(self.refine, tokens, mask, residual)
+            out = self.refine(tokens, attn_mask=mask)
+        else:
+            out = self.refine(tokens_to_map(tokens, grid)).flatten(1, 2)
+        return out if residual is None else residual + out
 
 
-class _Attention(Attention):
-    """timm's attention, with packed weights in inference on a CPU."""
+def _is_bare(attention: Attention) -> bool:
+    """Whether `_attend` computes what this attention does: nothing was swapped, adapted or hooked."""
+    plain = type(attention) is Attention and attention.fused_attn and "forward" not in vars(attention)
+    hooked = attention._forward_hooks or attention._forward_pre_hooks
+    return plain and not hooked and is_bare(attention.qkv, nn.Linear) and is_bare(attention.proj, nn.Linear)
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Attention among tokens x (B, N, C)."""
-        bare = cpu.usable(x) and is_bare(self.qkv, nn.Linear) and is_bare(self.proj, nn.Linear)
-        if not bare or not self.fused_attn:
-            return super().forward(x, attn_mask, is_causal)
-        qkv = cpu.linear(x, self.qkv.weight, self.qkv.bias)
-        q, k, v = qkv.view(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind()
-        x = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v, attn_mask, is_causal=is_causal)
-        return cpu.linear(x.transpose(1, 2).flatten(2), self.proj.weight, self.proj.bias)
+
+def _attend(attention: Attention, x: Tensor, mask: Tensor | None, residual: Tensor | None) -> Tensor:
+    """Attention among tokens x (B, N, C) plus `residual`, for inference on a CPU; see `tokamix.ops.cpu`."""
+    qkv, proj = attention.qkv, attention.proj
+    heads = cpu.linear(x, qkv.weight, qkv.bias).view(*x.shape[:2], 3, attention.num_heads, -1)
+    q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()
+    x = F.scaled_dot_product_attention(attention.q_norm(q), attention.k_norm(k), v, mask)
+    return cpu.linear(x.transpose(1, 2).flatten(2), proj.weight, proj.bias, residual=residual)
 
 
 class RelativePosition(nn.Module):

@@ -102,11 +102,14 @@ class Block(nn.Module):
     def _fused(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """The same block for inference on a CPU, with fewer and larger kernels; see `tokamix.ops.cpu`."""
         x = self._depthwise(self.cpe, x, grid)
-        x = x + self.ls1(self.mixer(self.norm1(x), grid))
+        if type(self.mixer) is SuperTokenAttention and type(self.ls1) is nn.Identity:
+            x = self.mixer(self.norm1(x), grid, x)
+        else:
+            x = x + self.ls1(self.mixer(self.norm1(x), grid))
         fc1, fc2 = self.mlp.fc1, self.mlp.fc2
         z = cpu.linear(apply_batch_norm(self.norm2, x), fc1.weight, fc1.bias, gelu=True)
         z = self._depthwise(self.mlp.conv, z, grid)
-        if isinstance(self.ls2, nn.Identity):
+        if type(self.ls2) is nn.Identity:
             return cpu.linear(z, fc2.weight, fc2.bias, residual=x)
         return x + self.ls2(cpu.linear(z, fc2.weight, fc2.bias))
 
