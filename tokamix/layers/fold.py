@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokamix.layers.norm import BatchNorm, apply_batch_norm, scale_and_shift
+from tokamix.layers.norm import BatchNorm, apply_batch_norm
 
 
 class FoldableSequential(nn.Sequential):
@@ -36,10 +36,10 @@ def fold_into_previous(layer: nn.Conv2d | nn.ConvTranspose2d | nn.Linear, norm: 
     """Fold a BatchNorm into the preceding layer; return nn.Identity, or `norm` itself if it is no BatchNorm."""
     if not isinstance(norm, BatchNorm):
         return norm
+    scale, shift = _scale_and_shift(norm)
     axis = 1 if isinstance(layer, nn.ConvTranspose2d) else 0
     shape = [-1 if i == axis else 1 for i in range(layer.weight.ndim)]
     with torch.no_grad():
-        scale, shift = scale_and_shift(norm)
         layer.weight.mul_(scale.view(shape))
         _set_bias(layer, shift if layer.bias is None else layer.bias * scale + shift)
     return nn.Identity()
@@ -49,8 +49,8 @@ def fold_into_next(norm: nn.Module, layer: nn.Linear) -> nn.Module:
     """Fold a BatchNorm into the following layer; return nn.Identity, or `norm` itself if it is no BatchNorm."""
     if not isinstance(norm, BatchNorm):
         return norm
+    scale, shift = _scale_and_shift(norm)
     with torch.no_grad():
-        scale, shift = scale_and_shift(norm)
         shift = layer.weight.to(shift.dtype) @ shift
         _set_bias(layer, shift if layer.bias is None else layer.bias + shift)
         layer.weight.mul_(scale)
@@ -60,3 +60,14 @@ def fold_into_next(norm: nn.Module, layer: nn.Linear) -> nn.Module:
 def _set_bias(layer: nn.Module, bias: Tensor) -> None:
     weight: Any = layer.weight
     layer.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=weight.requires_grad)
+
+
+@torch.no_grad()
+def _scale_and_shift(norm: BatchNorm) -> tuple[Tensor, Tensor]:
+    """Scale and shift per channel of a BatchNorm in evaluation mode, in float32 or wider."""
+    mean, variance = norm.running_mean, norm.running_var
+    assert mean is not None
+    assert variance is not None
+    wide = torch.promote_types(variance.dtype, torch.float32)
+    scale = norm.weight.to(wide) * (variance.to(wide) + norm.eps).rsqrt()
+    return scale, norm.bias - mean * scale

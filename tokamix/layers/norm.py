@@ -30,17 +30,10 @@ def apply_batch_norm(norm: nn.Module, x: Tensor) -> Tensor:
     """
     if type(norm) is nn.Identity:  # folded into another layer
         return x
-    if cpu.usable(x) and is_bare(norm, nn.BatchNorm1d) and not norm.training and norm.running_mean is not None:
-        scale, shift = scale_and_shift(norm)
-        return torch.addcmul(shift, x, scale)  # several times as fast as PyTorch's kernel
+    if cpu.usable(x) and is_bare(norm, nn.BatchNorm1d) and not norm.training and x.shape[-1] == norm.num_features:
+        mean, variance = norm.running_mean, norm.running_var
+        if mean is not None and variance is not None:
+            scale = norm.weight * (variance + norm.eps).rsqrt()
+            # several times as fast as PyTorch's kernel
+            return torch.addcmul(torch.addcmul(norm.bias, mean, scale, value=-1), x, scale)
     return norm(x.reshape(-1, x.shape[-1])).view(x.shape)
-
-
-def scale_and_shift(norm: BatchNorm) -> tuple[Tensor, Tensor]:
-    """Scale and shift per channel of a BatchNorm in evaluation mode, in float32 or wider."""
-    mean, variance = norm.running_mean, norm.running_var
-    assert mean is not None
-    assert variance is not None
-    wide = torch.promote_types(variance.dtype, torch.float32)
-    scale = norm.weight.to(wide) * (variance.to(wide) + norm.eps).rsqrt()
-    return scale, torch.addcmul(norm.bias.to(wide), mean.to(wide), scale, value=-1)
