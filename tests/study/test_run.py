@@ -28,7 +28,7 @@ from tokamix.study.data import decode_once, draw_balanced, load_splits
 from tokamix.study.figure import draw_figure
 from tokamix.study.plan import final_job, list_jobs
 from tokamix.study.processes import Process
-from tokamix.study.rows import SPEED_COLUMNS, read_rows, write_row
+from tokamix.study.rows import SPEED_COLUMNS, read_all_rows, read_rows, unpack_bits, write_row
 from tokamix.study.run import next_job, run_study
 from tokamix.study.schema import Study
 from tokamix.study.speed import prepare
@@ -48,6 +48,7 @@ for number, line in enumerate(iter(sys.stdin.readline, "")):
     row = {"status": "finished", "score": score, "metrics": json.dumps({"top1": score}), "seconds": 1.0}
     row |= {"images_per_second": 9.0, "train_seconds": 1.0, "settings": json.dumps(job["settings"]), "epochs": 2}
     row["torch"] = str(os.getpid())
+    row["correct"] = "gA=="
     open(job["result"] + ".part", "w").write(json.dumps(row))
     os.rename(job["result"] + ".part", job["result"])
 """
@@ -85,6 +86,12 @@ def test_every_run_is_a_row_and_none_is_repeated(tmp_path: Path, fake_worker: No
     assert all(create_recipe(json.loads(row["settings"])) for row in rows)
     run(tmp_path)
     assert read_rows(tmp_path / "out/toy.csv") == rows
+    bits = read_rows(tmp_path / "out/toy_correct.csv")
+    assert [(row["seed"], row["settings_hash"]) for row in bits] == [
+        (row["seed"], row["settings_hash"]) for row in rows
+    ]
+    assert unpack_bits(bits[0]["correct"], 3).tolist() == [True, False, False]
+    assert len(read_all_rows(tmp_path / "out", "another")) == len(rows)
 
 
 def test_a_failed_run_has_no_row_and_is_tried_again_next_time(tmp_path: Path, fake_worker: None) -> None:
@@ -179,6 +186,11 @@ def test_worker(tmp_path: Path, stripes: str) -> None:
     metrics = json.loads(row["metrics"])
     assert {"top1", "occlusion_45", "fgsm_2"} < set(metrics)
     assert 0 < metrics["attention_entropy"] <= math.log(4) + 1e-6  # of 2 x 2 tokens
+    assert "correct" not in row  # not of held-out images
+    final = given | {"holdout": 0, "probes": [], "folder": str(tmp_path / "final")}
+    row = train_job(final)
+    flags = unpack_bits(row["correct"], 37)
+    assert 100 * flags.mean() == pytest.approx(row["score"])
     diverging = {**job.settings, "lr": 1e30, "min_lr": 0, "optimizer": "sgd", "epochs": 3, "eval_every": 3}
     row = train_job(given | {"settings": diverging, "folder": str(tmp_path / "diverging")})
     assert (row["status"], row["metrics"]) == ("diverged", "{}")

@@ -32,6 +32,16 @@ def measure_probes(run: RunResult, data: DatasetSplits, probes: list[str], devic
     return metrics
 
 
+def correct_images(run: RunResult, data: DatasetSplits, device: str) -> list[bool]:
+    """Whether each validation image is classified correctly by the run's weights, in fp32."""
+    loaded: Any = load_model(run.folder)
+    model, config = loaded[0].to(device).eval(), loaded[1]
+    loader = create_eval_loader(data.val, config, batch_size=500, device=device)
+    with torch.inference_mode():
+        correct = [model(images).argmax(1) == labels for images, labels in loader.epoch(0)]
+    return torch.cat(correct).tolist()
+
+
 def _mean_entropy(run: RunResult, data: DatasetSplits, device: str) -> float:
     loaded: Any = load_model(run.folder)
     model, config = loaded[0].to(device), loaded[1]

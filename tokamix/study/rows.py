@@ -1,5 +1,6 @@
 """The rows of a study: one per finished run, in results/studies/NAME.csv."""
 
+import base64
 import contextlib
 import csv
 import json
@@ -7,10 +8,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 COLUMNS = ["arm", "seed", "phase", "lr_factor", "data", "holdout", "train_images", "epochs", "model", "parameters"]
 COLUMNS += ["status", "score", "metrics", "seconds", "train_seconds", "images_per_second", "processes", "mps"]
 COLUMNS += ["settings_hash", "commit", "gpu", "torch", "settings", "curve"]
 SPEED_COLUMNS = ["arm", "mode", "size", "batch", "images_per_second", "peak_gb", "status", "commit", "gpu", "torch"]
+CORRECT_COLUMNS = ["arm", "seed", "settings_hash", "correct"]  # see pack_bits
 Row = dict[str, Any]
 Key = tuple[int, str]  # seed, and hash of settings and data
 
@@ -36,8 +40,18 @@ def write_row(path: Path, row: Row, columns: list[str] = COLUMNS) -> None:
 
 def read_all_rows(output: Path, study: str) -> list[Row]:
     """The rows of a study, and those of all others in the folder: arms with the same settings share their runs."""
-    others = sorted(p for p in output.glob("*.csv") if p.stem != study and not p.stem.endswith("_speed"))
+    others = sorted(p for p in output.glob("*.csv") if p.stem != study and not p.stem.endswith(("_speed", "_correct")))
     return [row for path in (output / f"{study}.csv", *others) for row in read_rows(path)]
+
+
+def pack_bits(flags: Iterable[bool]) -> str:
+    """One bit for each image, such as whether it is classified correctly, as text for a CSV file (base64)."""
+    return base64.b64encode(np.packbits(np.fromiter(flags, bool)).tobytes()).decode()
+
+
+def unpack_bits(text: str, count: int) -> np.ndarray:
+    """The flags of `pack_bits`, for so many images."""
+    return np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8), count=count).astype(bool)
 
 
 def key_of(row: Row) -> Key:

@@ -21,8 +21,8 @@ import torch
 from tokamix.files import write_json
 from tokamix.recipes import create_recipe
 from tokamix.study.data import load_splits
-from tokamix.study.probes import measure_probes
-from tokamix.study.rows import Row
+from tokamix.study.probes import correct_images, measure_probes
+from tokamix.study.rows import Row, pack_bits
 from tokamix.train import train
 from tokamix.train.loop.engine import NotFiniteError
 
@@ -58,6 +58,8 @@ def train_job(job: Row) -> Row:
     seconds = time.perf_counter() - begun
     metrics = {key: value for key, value in run.last.items() if key not in ("epoch", "averaged")}
     metrics |= measure_probes(run, data, job["probes"], device)
+    if not isinstance(data, str) and recipe.select == "last" and not job["holdout"]:
+        row["correct"] = pack_bits(correct_images(run, data, device))
     speeds = sorted(epoch["images_per_second"] for epoch in run.epochs)
     return row | {
         "status": "finished",
