@@ -175,7 +175,7 @@ def test_page(tmp_path) -> None:
         in page
     )
     assert "| `softmax` | 50.10 ± 0.25 | 3 | 2 | 1 | 0.00 M |  |" in page
-    assert "12 runs, 3 GPU minutes on cpu; commit abc." in page
+    assert "12 runs, 3 minutes on a CPU; commit abc." in page
     assert "- `fair_comparison`: " in page.partition("## Not run yet")[2]
     assert gpu_minutes(rows) == pytest.approx(12 * 30 / 2 / 60)
 

@@ -70,13 +70,10 @@ def render_page(results: str | Path = "results/studies", studies: Sequence[str |
 def render_study(study: Study, rows: Sequence[Row], speeds: Sequence[Row], own: Sequence[Row]) -> str:
     """The section of one study; `own` are the rows of its own file, `rows` may have those of others too."""
     used = [row for arm in study.arms for row in final_rows(study, arm, rows, speeds)]
-    commits, gpus = (sorted({row[key] for row in used if row[key]}) for key in ("commit", "gpu"))
+    commits = sorted({row["commit"] for row in used if row["commit"]})
     scale = f" {line}." if (line := resolution(study)) else ""
     lines = [f"## {study.title}", "", f"`tokamix study {study.name}`. {study.protocol.strip()}{scale}", ""]
-    lines += [
-        f"{len(own)} runs, {gpu_minutes(own):.0f} GPU minutes on {', '.join(gpus)}; commit {', '.join(commits)}.",
-        "",
-    ]
+    lines += [f"{len(own)} runs, {_minutes(own)}; commit {', '.join(commits)}.", ""]
     if study.claims:
         titles = ("claim", "source", "printed", "ours", "n", "rule", "verdict")
         lines += _table(titles, [_claim_cells(study, verdict) for verdict in verdicts(study, rows, speeds)])
@@ -84,6 +81,15 @@ def render_study(study: Study, rows: Sequence[Row], speeds: Sequence[Row], own: 
     if measured:
         lines += _table(("arm", study.metric, "n", "epochs", "lr factor", "parameters", "images/s, alone"), measured)
     return "\n".join(lines)
+
+
+def _minutes(rows: Sequence[Row]) -> str:
+    """Minutes of each device, in words."""
+    words = []
+    for device in sorted({row["gpu"] for row in rows}):
+        minutes = f"{gpu_minutes(row for row in rows if row['gpu'] == device):.0f}"
+        words.append(f"{minutes} minutes on a CPU" if device == "cpu" else f"{minutes} GPU minutes on {device}")
+    return ", ".join(words)
 
 
 def render_dino(rows: Sequence[Row]) -> str:
