@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from timm import layers
-from timm.layers import DropPath
 from torch import Tensor, nn
 
 
@@ -17,8 +16,8 @@ class Mlp(layers.Mlp):
             self.drop1, self.drop2 = nn.Identity(), nn.Identity()
 
 
-def add_scaled(x: Tensor, branch: Tensor, scale: Tensor, drop_path: DropPath) -> Tensor:
-    """x + drop_path(scale * branch), in one operator if no path is dropped."""
-    if drop_path.training and (type(drop_path) is not DropPath or drop_path.drop_prob):
-        return x + drop_path(scale * branch)
-    return torch.addcmul(x, branch, scale)
+def add_scaled(x: Tensor, branch: Tensor, scale: Tensor, drop_path: nn.Module) -> Tensor:
+    """x + drop_path(scale * branch); in inference mode in one operator, whose backward pass would need more."""
+    if torch.is_inference_mode_enabled() and not drop_path.training:
+        return torch.addcmul(x, branch, scale)
+    return x + drop_path(scale * branch)

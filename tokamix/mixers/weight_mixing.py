@@ -10,6 +10,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tokamix.layers import tokens_to_map
 from tokamix.ops import bank_mixing, dispatch, resize_bank
+from tokamix.ops.precision import to_autocast_dtype
 
 Pair = tuple[int, int]
 POLICY_ACTIVATIONS = ("identity", "softmax", "sigmoid")
@@ -133,6 +134,7 @@ class WeightMixing(nn.Module):
             self._check_relative(grid)
             bank = resize_bank(bank, self.window, grid)
 
+        x = to_autocast_dtype(x)  # once for both projections
         v, policy = self.v(x), None
         if self.adapter is not None:
             policy = self._policy(x if policy_embed is None else x + self._tile(policy_embed, grid))
