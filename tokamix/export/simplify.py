@@ -222,15 +222,18 @@ def sink_reshape(node: Any) -> bool:
 
 
 def sink_reshapes(node: Any) -> bool:
-    """Add(Reshape(a), b) -> Reshape(Add(a, Reshape(b))), if b is a Reshape too, or a comes from a Gemm."""
+    """Add(Reshape(a), b) -> Reshape(Add(a, Reshape(b))), if b is such a Reshape too, or a comes from a Gemm."""
     before = [_producer(value, "Reshape", uses=None) for value in node.inputs]
-    shapes = [None if reshape is None else _shape(reshape.inputs[0]) for reshape in before]
-    target = shapes[0] if shapes[0] == shapes[1] else next((s for s in shapes if s is not None and len(s) == 2), None)
+    sources = [None if reshape is None else reshape.inputs[0] for reshape in before]
+    target = _shape(sources[0])
+    if target is None or target != _shape(sources[1]):
+        rows = [value for value in sources if any(_producer(value, kind, None) for kind in ("Gemm", "Add"))]
+        target = next((_shape(value) for value in rows if len(value.shape) == 2), None)
     whole = _shape(node.outputs[0])
     if target is None or whole is None or any(_shape(value) != whole for value in node.inputs):
         return False
-    rows = [_add_reshape(node, value, target) for value in node.inputs]
-    return _reshape(node, _add(node, node.op_type, rows, node, shape=target))
+    parts = [_add_reshape(node, value, target) for value in node.inputs]
+    return _reshape(node, _add(node, node.op_type, parts, node, shape=target))
 
 
 RULES: dict[str, tuple[Rule, ...]] = {

@@ -41,10 +41,10 @@ def active_gather_axes(x: Tensor, plan: GatherPlan) -> tuple[Tensor, Tensor]:
 def plan_exported(x: Tensor, offset: Tensor) -> GatherPlan:
     """`plan_axes` in few operators, for exported graphs of fixed size: both axes at once, and constants for the rest.
 
-    `rows` is (2, B * H * W * 2 G), `fractions` one tensor (B, H, W, 2 G, 1).
+    `rows` holds the left rows only, (B, H, W, 2 G), `fractions` one tensor (B, H, W, 2 G, 1).
     """
     (batch, height, width, _), groups = x.shape, offset.shape[-1] // 2
-    stride = torch.tensor([groups] * groups + [(width + 2 * PAD) * groups] * groups)  # of a step along each axis
+    stride = _strides(width, groups)
     b, y, column, g = torch.meshgrid(*(torch.arange(n) for n in (batch, height, width, groups)), indexing="ij")
     base = (b * (height + 2 * PAD) + y + PAD) * stride[-1] + (column + PAD) * groups + g
     own = torch.cat([column, y], -1)
@@ -57,17 +57,23 @@ def plan_exported(x: Tensor, offset: Tensor) -> GatherPlan:
         position = torch.minimum(position, limit).clamp_min(-PAD)
     left = position.floor()
     index = base + left.long().clamp(-PAD, max(height, width)) * stride  # clamped again because of NaN
-    return GatherPlan(torch.stack([index, index + stride]).flatten(1), [(position - left).unsqueeze(-1)])
+    return GatherPlan(index, [(position - left).unsqueeze(-1)])
 
 
 def gather_exported(x: Tensor, plan: GatherPlan) -> tuple[Tensor, Tensor]:
     """`active_gather_axes` with a plan of `plan_exported`."""
     (fraction,) = plan.fractions
     rows = _pad(x).reshape(-1, 2 * x.shape[-1] // fraction.shape[-2])
-    left, right = (rows.index_select(0, index).view(*fraction.shape[:-1], -1) for index in plan.rows)
+    steps = _strides(x.shape[2], fraction.shape[-2] // 2)
+    left, right = (F.embedding(index, rows) for index in (plan.rows, plan.rows + steps))  # (B, H, W, 2 G, C / G)
     samples = (left + fraction * (right - left)).flatten(3)  # (B, H, W, 2 C)
     along_width, along_height = samples.chunk(2, -1)
     return along_width, along_height
+
+
+def _strides(width: int, groups: int) -> Tensor:
+    """The distance of a row's right neighbour along the width, then along the height, for each group."""
+    return torch.tensor([groups] * groups + [(width + 2 * PAD) * groups] * groups)
 
 
 def active_gather_joint(x: Tensor, offset: Tensor) -> Tensor:
