@@ -1,6 +1,8 @@
 """`tokamix export`: files equal PyTorch in their runtimes, bad files are not written, bad input gets one sentence."""
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -200,19 +202,68 @@ def test_bad_input(classifier_run: Path, onnx_report: ExportReport, tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.onnx", "file"]
 
 
-def test_hooks_and_compiled_models_are_refused(tmp_path: Path) -> None:
-    hooked = Small().eval()
-    hooked.conv.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"network\.conv|conv \(Conv2d\) has forward hooks"):
-        export(hooked, tmp_path / "m.onnx", config=CONFIG)
-    with pytest.raises(ValueError, match=r"the model is compiled; export the model as it was before torch\.compile"):
-        export(torch.compile(Small().eval()), tmp_path / "m.onnx", config=CONFIG)
+def hooked(model: nn.Module) -> nn.Module:
+    model.conv.register_forward_hook(lambda *_: None)
+    return model
 
 
-def test_a_missing_runtime_names_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "openvino", None)
-    with pytest.raises(ImportError, match=r"export to OpenVINO needs openvino: pip install 'tokamix\[openvino\]'"):
-        export(Small().eval(), tmp_path / "m.xml", to="openvino", config=CONFIG, size=24)
+def compiled_layer(model: nn.Module) -> nn.Module:
+    model.conv = torch.compile(model.conv)
+    return model
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    model.conv.compile()
+    return model
+
+
+def distributed(model: nn.Module) -> nn.Module:
+    """DDP as it stands around a model, without a process group."""
+    wrapper = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper.module = model
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [
+        (hooked, r"conv \(Conv2d\) has forward hooks, which a graph cannot hold; remove them before the export"),
+        (torch.compile, r"the model is compiled; export the model as it was before torch\.compile"),
+        (compiled_layer, r"conv is compiled; export the model as it was before torch\.compile"),
+        (compiled_in_place, r"conv is compiled; export the model as it was before torch\.compile"),
+        (nn.DataParallel, r"the model is wrapped in DataParallel; export its `\.module`"),
+        (distributed, r"the model is wrapped in DistributedDataParallel; export its `\.module`"),
+    ],
+)
+def test_hooks_and_wrappers_are_refused(wrap: Callable[[nn.Module], nn.Module], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        export(wrap(Small().eval()), tmp_path / "m.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("package", "suffix", "options", "extra"),
+    [
+        ("onnxscript", ".onnx", {}, "export"),
+        ("openvino", ".xml", {"to": "openvino"}, "openvino"),
+        ("executorch.exir", ".pte", {"to": "executorch"}, "executorch"),
+    ],
+)
+def test_a_missing_package_names_its_extra(
+    package: str, suffix: str, options: dict, extra: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    name = package.partition(".")[0]
+    with pytest.raises(ImportError, match=rf"needs {name}: pip install 'tokamix\[{extra}\]'"):
+        export(Small().eval(), tmp_path / f"m{suffix}", config=CONFIG, size=24, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_runtime_names_its_extra(monkeypatch: pytest.MonkeyPatch, onnx_report: ExportReport) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(ImportError, match=r"model\.onnx needs onnxruntime: pip install 'tokamix\[onnx\]'"):
+        load_exported(onnx_report.path)
 
 
 def test_models_of_one_size_are_not_exported_as_dynamic(tmp_path: Path) -> None:

@@ -78,6 +78,12 @@ def test_bad_input(classifier_run: Path, tmp_path: Path) -> None:
     empty = DatasetSplits("no labels", data.train, tiny_data(val=0).val, data.classes)
     with pytest.raises(ValueError, match=r"no labels has no validation images with labels to measure the accuracy"):
         export(classifier_run, tmp_path / "m.onnx", precision="int8", data=empty)
+    empty = DatasetSplits("no images", tiny_data(train=0).train, data.val, data.classes)
+    with pytest.raises(ValueError, match=r"no images has no training images to calibrate on; int8 needs both"):
+        export(classifier_run, tmp_path / "m.onnx", precision="int8", data=empty)
+    few = DatasetSplits("few", tiny_data(train=5).train, data.val, data.classes)
+    with pytest.raises(ValueError, match=r"few gives 5 images to calibrate on, fewer than the batch of 8"):
+        export(classifier_run, tmp_path / "m.onnx", precision="int8", data=few, batch=8)
     text = call("export", classifier_run, "-o", tmp_path / "m.onnx", "--precision", "int8", "--data", tmp_path, code=1)
     assert str(tmp_path) in text
     assert not np.any([path.suffix == ".onnx" for path in tmp_path.iterdir()])

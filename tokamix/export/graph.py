@@ -81,7 +81,7 @@ def create_graph(
     network: nn.Module, config: InferenceConfig, preprocessing: bool, features: bool, precision: str
 ) -> Graph:
     """Copy a network, fold its BatchNorms and wrap it for export."""
-    _check_plain(network)
+    check_plain(network)
     if features and not hasattr(network, "forward_intermediates"):
         raise ValueError(
             f"{type(network).__name__} has no feature maps; --features needs a classifier that supports"
@@ -95,17 +95,16 @@ def create_graph(
     return Graph(network, config, preprocessing, features, dtype).eval()
 
 
-def _check_plain(network: nn.Module) -> None:
+def check_plain(network: nn.Module) -> None:
     """Refuse wrappers and hooks, which an exported graph would silently contain or lose."""
-    if isinstance(network, torch._dynamo.OptimizedModule) or getattr(network, "_compiled_call_impl", None):
-        raise ValueError("the model is compiled; export the model as it was before torch.compile")
-    if isinstance(network, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise ValueError(f"the model is wrapped in {type(network).__name__}; export its `.module`")
     for name, module in network.named_modules():
+        where = name or "the model"
+        if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None):
+            raise ValueError(f"{where} is compiled; export the model as it was before torch.compile")
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise ValueError(f"{where} is wrapped in {type(module).__name__}; export its `.module`")
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         # those of swap_mixer and insert_context_broadcast are part of the network, and traced with it
         if any(not getattr(hook, "__module__", "").startswith("tokamix.swap") for hook in hooks):
-            where = f"{name} ({type(module).__name__})" if name else type(module).__name__
-            raise ValueError(f"{where} has forward hooks, which a graph cannot hold; remove them before the export")
-        if getattr(module, "_compiled_call_impl", None):
-            raise ValueError(f"{name} is compiled; export the model as it was before compile_blocks")
+            kind = f"{name} ({type(module).__name__})" if name else type(module).__name__
+            raise ValueError(f"{kind} has forward hooks, which a graph cannot hold; remove them before the export")

@@ -47,6 +47,19 @@ class Int8Result:
         )
 
 
+def load_splits(data: Any, config: InferenceConfig, batch: int | None) -> DatasetSplits:
+    """The data set that int8 is calibrated on and measured with, after a check that it has enough images."""
+    splits = data if isinstance(data, DatasetSplits) else create_dataset(str(data), config.task)
+    for name, part in (("training", splits.train), ("validation", splits.val)):
+        if not len(part):
+            use = "to calibrate on" if name == "training" else "with labels to measure the accuracy"
+            raise ValueError(f"{splits.name} has no {name} images {use}; int8 needs both")
+    count = min(CALIBRATION_IMAGES, len(splits.train))
+    if count < (batch or 1):
+        raise ValueError(f"{splits.name} gives {count} images to calibrate on, fewer than the batch of {batch}")
+    return splits
+
+
 def write_int8(
     program: ExportedProgram,
     path: Path,
@@ -54,7 +67,7 @@ def write_int8(
     to: str,
     opset: int,
     graph: Graph,
-    data: Any,
+    splits: DatasetSplits,
     keep_layers: int | None,
     max_drop: float,
     attention: bool,
@@ -62,11 +75,6 @@ def write_int8(
 ) -> Int8Result:
     """Quantise a program, measure it, and keep sensitive layers in fp32 until it loses at most `max_drop` points."""
     config = InferenceConfig.from_dict(metadata["inference"])
-    splits = data if isinstance(data, DatasetSplits) else create_dataset(str(data), config.task)
-    for name, part in (("training", splits.train), ("validation", splits.val)):
-        if not len(part):
-            use = "to calibrate on" if name == "training" else "with labels to measure the accuracy"
-            raise ValueError(f"{splits.name} has no {name} images {use}; int8 needs both")
     metric = PRIMARY[config.task]
 
     def measure(file: Path) -> tuple[float, int]:
@@ -118,7 +126,7 @@ def calibration_batches(graph: Graph, config: InferenceConfig, splits: DatasetSp
         values = (values / graph.scale + graph.mean).round().clamp(0, 255).byte().permute(0, 2, 3, 1)
     parts = [part for part in values.split(batch) if len(part) == batch]
     if not parts:
-        raise ValueError(f"{splits.name} has {len(values)} images to calibrate on, fewer than the batch of {batch}")
+        raise ValueError(f"{splits.name} has {len(values)} images of one size to calibrate on, for a batch of {batch}")
     return [part.contiguous().numpy() for part in parts]
 
 

@@ -14,7 +14,7 @@ from torch.export import Dim, ExportedProgram
 import tokamix
 from tokamix.cost import exp_nodes
 from tokamix.export.check import Difference, check_file
-from tokamix.export.graph import Graph, Size, create_graph
+from tokamix.export.graph import Graph, Size, check_plain, create_graph
 from tokamix.export.sizes import checked_cases, choose_batch, choose_size, find_multiple, set_size, traced_size
 from tokamix.export.write import OPSETS, PRECISIONS, SUFFIX, WRITERS, move, quiet, written_files
 from tokamix.files import WriteError
@@ -101,6 +101,7 @@ def export(
     _check_options(to, precision, opset, data, device)
     start = time.perf_counter()
     if isinstance(source, nn.Module):
+        check_plain(source)
         network, config = source, config or InferenceConfig.from_model(source)
     else:
         network, config = load_model(source, model=model)
@@ -108,6 +109,10 @@ def export(
     shape = choose_size(size, config)
     count = choose_batch(batch, shape, config)
     config = config if shape is None else set_size(config, shape)
+    if precision == "int8":
+        from tokamix.export.quantize import load_splits
+
+        data = load_splits(data, config, count)
     exact = create_graph(network, config, preprocessing, features, "fp32")
     multiple = 1 if shape is not None else find_multiple(exact, config)
     graph = exact

@@ -227,8 +227,8 @@ def sink_reshapes(node: Any) -> bool:
     sources = [None if reshape is None else reshape.inputs[0] for reshape in before]
     target = _shape(sources[0])
     if target is None or target != _shape(sources[1]):
-        rows = [value for value in sources if any(_producer(value, kind, None) for kind in ("Gemm", "Add"))]
-        target = next((_shape(value) for value in rows if len(value.shape) == 2), None)
+        rows = [_shape(value) for value in sources if any(_producer(value, kind, None) for kind in ("Gemm", "Add"))]
+        target = next((shape for shape in rows if shape is not None and len(shape) == 2), None)
     whole = _shape(node.outputs[0])
     if target is None or whole is None or any(_shape(value) != whole for value in node.inputs):
         return False
