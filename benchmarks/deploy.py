@@ -1,7 +1,8 @@
 """The speed of deployed models on two CPU cores, and the page docs/deploy.md.
 
     python benchmarks/deploy.py export files/     # once; writes what is missing
-    python benchmarks/deploy.py measure files/    # all bars, under 10 minutes; writes results/deploy.csv
+    python benchmarks/deploy.py measure files/    # about 10 minutes for all; writes results/deploy.csv
+    python benchmarks/deploy.py measure files/ --models amixer_tiny:224   # one model; the other rows stay
     python benchmarks/deploy.py page              # docs/deploy.md from results/deploy.csv and results/int8.csv
 
 All paths of a model are timed in turn in one process, batch 1, so that the load of the machine hits all alike. The
@@ -42,6 +43,7 @@ MODELS = (("stvit_small", 224), ("atmnet_tiny", 224), ("amixer_tiny", 224), ("xc
 PEER = ("convnext_tiny", 224)
 PAIR = (("pyramid_nano_softmax", 96), ("pyramid_nano_sima", 96))  # those of benchmarks/int8.py
 LONG = tuple((name, size) for size in (512, 1024) for name in ("deit_small_sima", "deit_small_patch16_224"))
+ALL = (*MODELS, PEER, *PAIR, *LONG)
 PATHS = ("onnx", "onnx-int8", "openvino", "openvino-bf16", "openvino-int8")
 RESULTS, INT8, PAGE = Path("results/deploy.csv"), Path("results/int8.csv"), Path("docs/deploy.md")
 COLUMNS = (
@@ -134,23 +136,34 @@ def export_all(folder: Path, models: list[tuple[str, int]], paths: tuple[str, ..
 
 @torch.inference_mode()
 def measure(folder: Path, models: list[tuple[str, int]], seconds: float) -> None:
-    """Time all paths of a model in turn and write a row for each."""
+    """Time all paths of a model in turn and write a row for each; rows of other models stay."""
+    for size in dict.fromkeys(size for _, size in models):
+        names = [name for name, side in models if side == size]
+        groups = [[name] for name in names] if size == 224 else [names]  # softmax and SimA run in turn
+        for group in groups:
+            calls: dict[tuple[str, str], Callable[[], Any]] = {}
+            for name in group:
+                calls |= {(name, path): call for path, call in create_calls(folder, name, size).items()}
+            rows = []
+            for row in time_calls(calls, size, seconds):
+                row += count_nodes(files_of(folder, row[0], size)["onnx"], row[0], size) if row[2] == "onnx" else ()
+                print(*row, flush=True)
+                rows.append(dict(zip(COLUMNS, map(str, row), strict=False)))
+            replace_rows(rows)
+
+
+def replace_rows(rows: list[dict[str, str]]) -> None:
+    """Write rows to the results, in place of those of the same models and sizes."""
+    measured = {(row["model"], row["size"]) for row in rows}
+    before = read_rows(RESULTS) if RESULTS.is_file() else []
+    order = [(name, str(size)) for name, size in ALL]
+    merged = [row for row in before if (row["model"], row["size"]) not in measured] + rows
+    merged.sort(key=lambda row: order.index(key) if (key := (row["model"], row["size"])) in order else len(order))
     RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for size in dict.fromkeys(size for _, size in models):
-            names = [name for name, side in models if side == size]
-            groups = [[name] for name in names] if size == 224 else [names]  # softmax and SimA run in turn
-            for group in groups:
-                calls: dict[tuple[str, str], Callable[[], Any]] = {}
-                for name in group:
-                    calls |= {(name, path): call for path, call in create_calls(folder, name, size).items()}
-                for row in time_calls(calls, size, seconds):
-                    row += count_nodes(files_of(folder, row[0], size)["onnx"], row[0], size) if row[2] == "onnx" else ()
-                    writer.writerow(row)
-                    print(*row, flush=True)
-                file.flush()
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(merged)
 
 
 def count_nodes(file: Path, name: str, size: int) -> tuple[int, int]:
@@ -184,6 +197,7 @@ def time_calls(calls: dict[tuple[str, str], Callable[[], Any]], size: int, secon
     start = time.perf_counter()
     while min(map(len, times.values())) < 8 or time.perf_counter() - start < seconds:
         for key, call in calls.items():
+            call()  # not timed: threads of the runtime before may still spin, and the caches hold its weights
             begin = time.perf_counter()
             call()
             times[key].append(1e3 * (time.perf_counter() - begin))
@@ -210,21 +224,39 @@ def write_page() -> None:
 
 
 def speed_lines(rows: list[dict[str, str]]) -> list[str]:
-    """Latencies of all paths, and the nodes of the graphs."""
+    """Targets, latencies of all paths, and the nodes of the graphs."""
     load = max(float(row["load"]) for row in rows)
     lines = [
-        "Two cores, batch 1, medians; paths of a model run in turn (`python benchmarks/deploy.py measure`). ± is half"
-        f" the range between the quartiles. Highest load average during the run: {load:.1f}. int8 is calibrated on"
-        " random images here, which does not change its speed. See [Export and deploy](guides/export.md).",
+        "How fast the models are for one image on two CPU cores, as PyTorch modules and as the files that"
+        " [`tokamix export`](guides/export.md) writes; and what int8 costs in accuracy. The processor is a server's"
+        " with AVX-512, bf16 and VNNI instructions (AMD EPYC); without bf16 instructions, the paths"
+        " openvino-bf16 and openvino-int8 gain less.",
         "",
-        "| model | size | path | ms | ± | x eager | x authors' operators |",
+        "## Targets",
+        "",
+        *bar_lines(rows),
+        "",
+        "## Latency",
+        "",
+        "- **eager**: the model in PyTorch, `model(images)`, BatchNorms folded.",
+        "- **authors' operators**: the same model in PyTorch with the mixer written as in its authors' code. Not"
+        " written for AMixer.",
+        "- **onnx**, **onnx-int8**: ONNX Runtime, in fp32 and in int8.",
+        "- **openvino**, **openvino-bf16**, **openvino-int8**: OpenVINO in fp32, bf16 and int8; what int8 leaves in"
+        " floating point runs in bf16.",
+        "",
+        "Medians of batch 1 in milliseconds; ± is half the range between the quartiles. The paths of a model run in"
+        f" turn in one process, so ratios are safer than milliseconds (highest load average: {load:.1f}). int8 is"
+        " calibrated on random images here, which does not change its speed.",
+        "",
+        "| model | image size | path | ms | ± | x eager | x authors' operators |",
         "|---|--:|---|--:|--:|--:|--:|",
     ]
     for row in rows:
         ratios = ["" if row[key] == "nan" else f"{float(row[key]):.2f}" for key in ("speedup", "over_authors")]
         cells = (row["model"], row["size"], row["path"], row["milliseconds"], f"{float(row['spread']):.0%}", *ratios)
         lines.append(f"| {' | '.join(cells)} |")
-    return lines + bar_lines(rows) + node_lines(rows)
+    return lines + node_lines(rows)
 
 
 def bar_lines(rows: list[dict[str, str]]) -> list[str]:
@@ -251,7 +283,7 @@ def bar_lines(rows: list[dict[str, str]]) -> list[str]:
         if name == "deit_small_sima" and other:
             ratios.append(f"{size} px {path} {other / ms:.2f}")
     cells.append(("deit_small_sima against deit_small, same runtime", "over 1x", ", ".join(ratios)))
-    return ["", "| bar | target | reached |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in cells)]
+    return ["| ratio of speeds | target | reached |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in cells)]
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -269,12 +301,13 @@ def node_lines(rows: list[dict[str, str]]) -> list[str]:
     return [
         *lines,
         "",
-        "The target is at most twice ConvNeXt's nodes per block. A block of ConvNeXt is one depthwise convolution and"
-        " two matrix products. A block of AMixer or STViT has eight or nine products, with reshapes and transposes"
-        " between windows or super tokens and the map; one of ATMNet computes positions, gathers and weighted sums; one"
-        " of XCiT has a convolutional branch besides attention and MLP, and norms of queries and keys, each of several"
-        " nodes. ONNX has no operator for any of these mixers, so the target is missed. ONNX Runtime removes or"
-        " fuses many of these nodes when it opens the file: the column *x eager* shows what is left of their cost.",
+        "The target is at most twice ConvNeXt's nodes per block; it is missed. The export folds scales and BatchNorms"
+        " into weights, merges reshapes and transposes, and writes a linear layer as one node. What is left: a block of"
+        " ConvNeXt is one depthwise convolution and two linear layers. AMixer's has six linear layers and two batched"
+        " products. STViT's computes super tokens and puts them back, around an attention of its own. ATMNet's computes"
+        " positions, gathers and sums of three weighted branches. XCiT's has a convolutional branch besides attention"
+        " and MLP, and SimA's norms. ONNX has no operator for any of these mixers. Runtimes fuse many of these nodes"
+        " when they open a file: the column *x eager* shows what is left of their cost.",
     ]
 
 
@@ -340,7 +373,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=25.0, help="of the measurement of each model")
     args = parser.parse_args()
     pairs = [part.split(":") for part in args.models.split(",") if part]
-    models = [(name, int(size)) for name, size in pairs] or [*MODELS, PEER, *PAIR, *LONG]
+    models = [(name, int(size)) for name, size in pairs] or list(ALL)
     if args.action == "export":
         export_all(args.folder, models, tuple(args.paths.split(",")))
     elif args.action == "measure":

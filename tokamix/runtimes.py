@@ -161,7 +161,10 @@ def _open_openvino(path: Path, device: str, threads: int) -> tuple[Run, str]:
     with _damaged(path):
         model = core.read_model(str(path))
     text = str(model.get_rt_info([METADATA_KEY]).astype(str)) if model.has_rt_info([METADATA_KEY]) else ""
-    half = text and json.loads(text)["precision"] == "bf16"
+    precision = json.loads(text)["precision"] if text else "fp32"
+    # what is not quantised in an int8 file runs in bf16 if the processor has it: 1.2x as fast for AMixer
+    capable = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    half = precision == "bf16" or (precision == "int8" and capable)
     options: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "bf16" if half else "f32"}
     options["INFERENCE_NUM_THREADS"] = threads
     request = core.compile_model(model, "CPU", options).create_infer_request()
