@@ -2,7 +2,8 @@
 
 Used in `torch.inference_mode()` only, where nothing needs gradients; `TOKAMIX_BACKEND=eager` turns it off. oneDNN
 reorders the weights of a layer in every call, which is slow compared with the product where a map has few pixels. So
-the reordered ("packed") weights are kept until the layer's own weights change or are deleted.
+the reordered ("packed") weights are kept until the layer's own weights change or are deleted; they take as much memory
+again. Models that were created in inference mode run without them, because their weights count no changes.
 """
 
 import weakref

@@ -138,7 +138,9 @@ class Predictor:
             if self.config.task == "classify":
                 for start in range(0, len(images), self.batch_size):
                     batch = torch.stack([self.preprocess(image) for image in images[start : start + self.batch_size]])
-                    yield from self._top_classes(self.model(batch).float().softmax(1).cpu())
+                    with torch.inference_mode():  # faster than no_grad on a CPU, see `tokamix.ops.cpu`
+                        logits = self.model(batch)
+                    yield from self._top_classes(logits.clone().float().softmax(1).cpu())  # an ordinary tensor again
                 return
             for image in images:
                 batch, size = self.preprocess(image)[None], (image.shape[-2], image.shape[-1])
