@@ -40,7 +40,7 @@ def super_token_sample(x: Tensor, cell: Cell, n_iter: int = 1, backend: str | No
         tokens, association, _ = reference.sample(x, cell, n_iter)
     else:
         tokens, association, _ = _sample(x, cell, n_iter, True)
-    return tokens, association.detach()
+    return tokens, _constant(association)
 
 
 def super_token_scatter(tokens: Tensor, association: Tensor, cell: Cell, backend: str | None = None) -> Tensor:
@@ -68,10 +68,17 @@ def super_token_scatter(tokens: Tensor, association: Tensor, cell: Cell, backend
             f"tokens ({association.shape[0]}, {grid[0]}, {grid[1]}, C), got {tuple(tokens.shape)}"
         )
     dispatch.check_floating("super_token_scatter", tokens)
-    association = association.detach().to(tokens.dtype)
+    association = _constant(association)
+    if association.dtype != tokens.dtype:
+        association = association.to(tokens.dtype)
     if dispatch.choose("super_token_scatter", tokens, association, backend=backend, limit=_limit(tokens)) == "eager":
         return reference.scatter(tokens, association, cell)
     return _scatter(tokens, association, cell, True)
+
+
+def _constant(association: Tensor) -> Tensor:
+    """The association without gradient; in eager mode without an operator if it has none."""
+    return association.detach() if torch.compiler.is_compiling() or association.requires_grad else association
 
 
 def _limit(x: Tensor) -> str | None:
