@@ -3,7 +3,8 @@
 `create_model` and `create_body` record name and arguments, `swap_mixer` and `insert_context_broadcast` their options.
 Parameters alone do not show such changes: a swapped model has the parameter names of its host. So the record of a
 changed model is also a buffer, `tokamix_changes`, and travels with its weights: a loader that does not know it finds an
-unexpected entry and refuses, instead of loading the weights into the unchanged host.
+unexpected entry and refuses, instead of loading the weights into the unchanged host. transformers ignores unexpected
+entries, timm does so for another number of classes: the configuration that they save holds a name they do not know.
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Any
 
 RECORD = "tokamix_construction"  # attribute of a model
 HF_NOTE = ", in a network changed by tokamix: load it with tokamix.swap.load_hf"
+TIMM_NOTE = ", changed by tokamix: load it with tokamix.create_model"
 MARK = "tokamix_changes"  # buffer of a changed model: the record as JSON, one number for each byte
 # arguments of `create_model` that do not describe the network; the number of classes may change after it is created
 UNRECORDED = frozenset(
@@ -46,7 +48,8 @@ def read_record(model: Any) -> dict[str, Any]:
     if record is not None:
         return {**record, "steps": list(record["steps"])}
     cfg = getattr(model, "pretrained_cfg", None) or {}
-    return {"name": cfg.get("architecture"), "arguments": {}, "steps": []}
+    name = cfg.get("architecture")
+    return {"name": name and name.removesuffix(TIMM_NOTE), "arguments": {}, "steps": []}
 
 
 def forget_steps(model: Any, function: str) -> bool:
@@ -73,16 +76,17 @@ def read_mark(mark: Any) -> dict[str, Any]:
 
 
 def describe(record: Mapping[str, Any]) -> str:
-    """The changes of a record in words: "swap_mixer(to='sima')"."""
-    calls = (
-        f"{step['function']}({', '.join(f'{key}={value!r}' for key, value in step['arguments'].items())})"
+    """The changes of a record in words: "swap_mixer(to='sima')"; without image sizes, which parameters' shapes show."""
+    arguments = (
+        ", ".join(f"{key}={value!r}" for key, value in step["arguments"].items() if key != "image_size")
         for step in record["steps"]
     )
+    calls = (f"{step['function']}({text})" for step, text in zip(record["steps"], arguments, strict=True))
     return " and ".join(calls) or "nothing"
 
 
 def _mark(model: Any, record: Mapping[str, Any]) -> None:
-    """Set or remove the buffer with the record, and its counterpart in a Hugging Face configuration."""
+    """Set or remove the buffer with the record, and its counterparts in the configurations of other libraries."""
     import torch
 
     if MARK in model._buffers:
@@ -94,6 +98,10 @@ def _mark(model: Any, record: Mapping[str, Any]) -> None:
         device = None if parameter is None or parameter.is_meta else parameter.device
         text = json.dumps({key: record[key] for key in ("name", "arguments", "steps")}).encode()
         model.register_buffer(MARK, torch.tensor(list(text), dtype=torch.uint8, device=device))
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    if isinstance(name := cfg.get("architecture"), str):  # timm saves it, and creates the network of this name
+        name = name.removesuffix(TIMM_NOTE) + (TIMM_NOTE if record["steps"] else "")
+        model.pretrained_cfg = {**cfg, "architecture": name}
     config = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         mark_config(config, record["steps"])
@@ -117,7 +125,7 @@ def _check_mark(model: Any, state: dict[str, Any], prefix: str, _: Any, *lists: 
     own, given = getattr(model, MARK, None), state.get(prefix + MARK)
     if own is None or own.is_meta:
         return
-    if given is not None and not given.is_meta and (read_mark(given)["steps"] != read_mark(own)["steps"]):
+    if given is not None and not given.is_meta and describe(read_mark(given)) != describe(read_mark(own)):
         lists[-1].append(
             f"the weights are of a network changed by {describe(read_mark(given))}, this one was changed by"
             f" {describe(read_mark(own))}"

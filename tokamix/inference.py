@@ -24,7 +24,7 @@ from timm.data import (
 from timm.models import split_model_name_tag
 from torch import nn
 
-from tokamix._construction import record_creation
+from tokamix._construction import TIMM_NOTE, record_creation
 from tokamix._hub import hub_access
 from tokamix.checkpoint import MismatchError, load_checkpoint, read_checkpoint
 from tokamix.files import write_text
@@ -182,7 +182,10 @@ class InferenceConfig:
 
 
 def read_config(source: str | Path) -> dict[str, Any]:
-    """Read config.json of a folder, or of the folder that holds a file; {} if there is none."""
+    """Read config.json of a folder, or of the folder that holds a file; {} if there is none.
+
+    timm's config.json of a changed network does not know the changes: they are read from the weights.
+    """
     path = Path(source)
     path = (path.parent if path.is_file() else path) / "config.json"
     if not path.is_file():
@@ -191,7 +194,13 @@ def read_config(source: str | Path) -> dict[str, Any]:
         values = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    return values if isinstance(values, dict) else {}
+    if not isinstance(values, dict):
+        return {}
+    if str(values.get("architecture")).endswith(TIMM_NOTE) and (record := read_changes(path.parent)):
+        arguments = {**values.get("model_args", {}), **(record["arguments"] or {})}
+        name = values["architecture"].removesuffix(TIMM_NOTE)
+        values["construction"] = {**record, "name": name, "arguments": arguments}
+    return values
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
@@ -298,11 +307,8 @@ def _load_folder(path: Path) -> tuple[Any, InferenceConfig]:
     weights = path if path.is_file() else folder / "model.safetensors"
     if path.is_dir() and not weights.is_file() and not (folder / "pytorch_model.bin").is_file():
         raise FileNotFoundError(f"{folder} has no model.safetensors; has the run finished its first evaluation?")
-    if "construction" not in values and "method" not in values and (record := read_changes(folder)):
-        # written by timm: its config.json does not know the changes, the weights do
-        arguments = record["arguments"] or values.get("model_args", {})
-        values = {**values, "construction": {**record, "arguments": arguments}}
-        weights = path if path.is_file() or weights.is_file() else folder / "pytorch_model.bin"
+    if not weights.is_file():
+        weights = folder / "pytorch_model.bin"  # timm can write it instead
     config = InferenceConfig.load(folder)
     if "method" in values:  # a segmenter or detector
         from tokamix.dense.saved import create_dense_model, load_matching_weights

@@ -31,8 +31,9 @@ def test_folders_of_timm(tmp_path: Path, change, safe: bool) -> None:
     change(model)
     expected = model(images())
     save_for_hf(model, tmp_path, model_args=VIT, safe_serialization=safe)
-    with pytest.raises(RuntimeError, match="tokamix_changes"):
-        timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+    for options in ({}, {"num_classes": 3}, {"num_classes": 0}):  # timm is not strict with other classes
+        with pytest.raises(RuntimeError, match=r"changed by tokamix: load it with tokamix\.create_model"):
+            timm.create_model(f"local-dir:{tmp_path}", pretrained=True, **options)
     for loaded in (
         tokamix.create_model(f"local-dir:{tmp_path}", pretrained=True).eval(),
         load_model(tmp_path)[0],
@@ -40,6 +41,26 @@ def test_folders_of_timm(tmp_path: Path, change, safe: bool) -> None:
     ):
         assert torch.equal(loaded(images() * 0 + 1), model(images() * 0 + 1))
     assert expected.shape == (2, 5)
+
+
+def test_folders_of_timm_with_another_head(tmp_path: Path) -> None:
+    """As in timm: a classifier of other classes is new, the first convolution fits other channels."""
+    model = timm.create_model(NAME, num_classes=5, **VIT).eval()
+    swap_mixer(model)
+    x = images()
+    save_for_hf(model, tmp_path, model_args=VIT)
+    source = f"local-dir:{tmp_path}"
+    for classes in (0, 3):
+        loaded = tokamix.create_model(source, pretrained=True, num_classes=classes).eval()
+        assert torch.equal(loaded.forward_features(x), model.forward_features(x))
+        assert loaded.num_classes == classes
+    assert tokamix.create_model(source, pretrained=True, in_chans=1)(x[:, :1]).shape == (2, 5)
+    again, config = tmp_path / "again", load_model(tmp_path)[1]
+    save_for_hf(loaded, again)
+    assert torch.equal(tokamix.create_model(f"local-dir:{again}", pretrained=True).eval()(x), loaded(x))
+    assert config.num_classes == 5
+    with pytest.raises(ValueError, match="call its forward_intermediates"):
+        tokamix.create_model(source, pretrained=True, features_only=True)
 
 
 def test_state_dicts() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 import tokamix
+from tokamix._construction import read_record
 from tokamix.cost import exp_nodes
 from tokamix.export.check import Difference, check_file
 from tokamix.export.graph import Graph, Size, check_plain, create_graph
@@ -125,7 +126,7 @@ def export(
     program = retrace(graph)
     metadata: dict[str, Any] = {
         "tokamix": tokamix.__version__,
-        "model": getattr(network, "pretrained_cfg", {}).get("architecture", type(network).__name__),
+        "model": read_record(network)["name"] or type(network).__name__,
         "inference": config.to_dict(),
         "input": "uint8" if preprocessing else "float32",
         "size": None if shape is None else list(shape),

@@ -3,19 +3,19 @@
 import csv
 import fnmatch
 import functools
+import json
 import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import timm
-import torch
-from safetensors.torch import load_file
 from timm.models import model_entrypoint, split_model_name_tag
 
-from tokamix._construction import RECORD, record_creation
+from tokamix._construction import RECORD, TIMM_NOTE, record_creation
 from tokamix._hints import suggest
 from tokamix._hub import hub_access
+from tokamix.checkpoint import load_checkpoint
 from tokamix.cost import count_macs
 from tokamix.models.shipped import shipped_tags
 from tokamix.swap.changes import apply_changes, read_changes
@@ -39,7 +39,7 @@ def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> Any:
         hint = suggest(arch, timm.list_models(), "`tokamix models` lists them")
         raise ValueError(f"there is no model {name!r}; {hint}")
     if pretrained and name.startswith("local-dir:") and (record := read_changes(name.removeprefix("local-dir:"))):
-        return _create_changed(name, record, kwargs)
+        return _create_changed(name.removeprefix("local-dir:"), record, kwargs)
     with hub_access(f"the pretrained model {name}") if pretrained else nullcontext():
         model = timm.create_model(name, pretrained=pretrained, **kwargs)
     if ":" not in name and not hasattr(model, RECORD):  # folders, the Hub and bodies have arguments of their own
@@ -47,13 +47,25 @@ def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> Any:
     return model
 
 
-def _create_changed(name: str, record: dict[str, Any], kwargs: dict[str, Any]) -> Any:
-    """Create a network that was changed and saved by timm: the host, the changes, then its weights."""
-    model = apply_changes(timm.create_model(name, **{**(record["arguments"] or {}), **kwargs}), record["steps"])
-    folder = Path(name.removeprefix("local-dir:"))
-    safe = folder / "model.safetensors"
-    state = load_file(safe) if safe.is_file() else torch.load(folder / "pytorch_model.bin", weights_only=True)
-    model.load_state_dict(state)
+def _create_changed(folder: str, record: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+    """Create a network that was changed and saved by timm: the host, the changes, then its weights.
+
+    As in timm, a classifier with another number of classes keeps its initial values, and the first convolution is
+    adapted to the number of input channels.
+    """
+    if kwargs.get("features_only"):
+        raise ValueError(
+            f"{folder} holds a changed network, which has no features_only; create it without, and call its"
+            " forward_intermediates"
+        )
+    config = json.loads((Path(folder) / "config.json").read_text())
+    name = config["architecture"].removesuffix(TIMM_NOTE)
+    arguments = {**config.get("model_args", {}), **(record["arguments"] or {}), **kwargs}
+    arguments = {"num_classes": config["num_classes"], **arguments}
+    model = timm.create_model(name, pretrained_cfg=config["pretrained_cfg"], **arguments)
+    record_creation(model, name, arguments)
+    apply_changes(model, record["steps"])
+    load_checkpoint(model, folder)
     return model
 
 
