@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import tokamix
 from tests.swap.hosts import VIT, create, images
 from tokamix.mixers import SuperTokenAttention, list_mixers
-from tokamix.swap import swap_mixer
+from tokamix.swap import attention, swap_mixer
 
 NAME = "vit_tiny_patch16_224"
 WITH_PROJECTIONS = (
@@ -277,7 +277,7 @@ def test_padding_and_causal_masks() -> None:
     swap_mixer(encoder)
     with pytest.raises(ValueError, match="no causal form"):
         encoder(torch.randn(2, 5, 8), src_mask=nn.Transformer.generate_square_subsequent_mask(5))
-    for to in ("performer", "pooling"):
+    for to in ("performer", "super_token", "pooling"):
         model = timm.layers.Attention(24, 3).double()
         other = nn.Sequential(nn.Conv2d(3, 24, 4, 4), nn.Flatten(2), Transposed(), model).double()
         swap_mixer(other, to, image_size=16)
@@ -301,3 +301,87 @@ def test_compiles() -> None:
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), expected)
     exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},)).module()
     torch.testing.assert_close(exported(x[:1]), expected[:1])
+
+
+def test_grids_of_two_swaps() -> None:
+    """The second swap leaves the first one's mixers informed of the image size."""
+    twice, once = host(), host()
+    for to in (twice, once):
+        torch.manual_seed(1)
+        for where in ([0], [0]) if to is twice else ([0, 1],):
+            swap_mixer(to, "active_token", where=where)
+    x = torch.randn(1, 3, 64, 256, dtype=torch.float64)  # 4 x 16 patches, which could be 8 x 8
+    torch.testing.assert_close(twice(x), once(x))
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("cait_xxs24_224", 0), ("crossvit_9_240", 1)])
+def test_class_tokens_of_other_hosts(name: str, prefix: int) -> None:
+    """CaiT's class token comes after its self-attention; CrossViT's tokens have names of their own."""
+    options = {"img_size": 64, "depth": 1, "embed_dim": 24, "num_heads": 3} if prefix == 0 else {}
+    model = timm.create_model(name, num_classes=5, **options).eval()
+    report = swap_mixer(model, "linformer")
+    module = model.get_submodule(next(iter(report.replaced)))
+    assert module.prefix == prefix
+    size = 64 if prefix == 0 else 240
+    assert model(torch.randn(1, 3, size, size)).isfinite().all()
+
+
+def test_more_keys_than_queries() -> None:
+    """An attention pool has one query: Nyström's product is then exact."""
+    pool = timm.layers.AttentionPoolLatent(24, num_heads=3).double()
+    x = torch.randn(2, 100, 24, dtype=torch.float64)
+    expected = pool(x)
+    swap_mixer(pool, "nystrom")
+    torch.testing.assert_close(pool(x), expected)
+
+
+def test_image_size_of_the_host(tmp_path) -> None:
+    """A size that the model does not tell must be given, and travels with the weights."""
+    create = {"num_classes": 5, "img_size": 64}
+    model = timm.create_model("levit_128s", **create).eval()
+    with pytest.raises(ValueError, match=r"did not run on an image of 224x224.*give image_size"):
+        swap_mixer(model, "performer")
+    swap_mixer(model, "performer", image_size=64)
+    assert model(images()).isfinite().all()
+    timm.models.save_for_hf(model, tmp_path, model_args=create)
+    loaded = tokamix.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    x = images()
+    assert torch.equal(loaded(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("naflexvit_base_patch16_gap", {"depth": 1, "embed_dim": 24, "num_heads": 3}, {(4, 16)}),  # no convolution
+        ("cait_xxs24_224", {"img_size": (64, 256), "depth": 1, "embed_dim": 24, "num_heads": 3}, {(4, 16)}),
+        ("deit_tiny_distilled_patch16_224", {"img_size": (64, 256), "depth": 1}, {(4, 16)}),
+        # windows have grids of their own, whatever the image
+        (
+            "tiny_vit_5m_224",
+            {"depths": (1, 1), "embed_dims": (8, 16), "num_heads": (1, 2), "window_sizes": (4, 6)},
+            {(6, 6)},
+        ),
+        ("twins_svt_small", {"depths": (1,), "embed_dims": (8,), "num_heads": (1,), "img_size": (64, 256)}, {(7, 7)}),
+        ("tnt_s_patch16_224", {"img_size": (64, 256), "depth": 1, "image_size": (64, 256)}, {(4, 4), (4, 16)}),
+    ],
+)
+def test_grids_of_wide_images(monkeypatch, name: str, options: dict, expected: set) -> None:
+    """The grid of the tokens follows from the image, or from the window."""
+    size = options.pop("image_size", None)
+    model = timm.create_model(name, num_classes=5, **options).eval()
+    swap_mixer(model, "linformer", image_size=size, where=[0, 1] if "tnt" in name else [0])
+    grids = set()
+    find = attention.token_grid
+    monkeypatch.setattr(attention, "token_grid", lambda *args: grids.add(grid := find(*args)) or grid)
+    model(torch.randn(1, 3, 64, 256))
+    assert grids == expected
+
+
+def test_patches_of_naflex_have_no_grid() -> None:
+    """Images of different grids come as patches with a mask, which mixers on a grid refuse."""
+    for to in ("active_token", "linformer", "super_token"):
+        model = timm.create_model("naflexvit_base_patch16_gap", num_classes=5, depth=1, embed_dim=24, num_heads=3)
+        swap_mixer(model, to)
+        places = torch.cartesian_prod(torch.arange(2), torch.arange(8)).expand(1, -1, -1)
+        with pytest.raises(ValueError, match="cannot exclude masked tokens"):
+            model(torch.randn(1, 16, 16 * 16 * 3), places, torch.ones(1, 16, dtype=torch.bool))

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.swap.hosts import weights
+from tokamix.layers import merge_heads, split_heads
 from tokamix.mixers import SimA
 from tokamix.swap import swap_mixer
 
@@ -37,6 +38,21 @@ def test_transformer_encoder_in_eval_mode() -> None:
                 out = model.train(training)(x, src_key_padding_mask=mask)
                 torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
     assert not torch.allclose(model.eval()(x), softmax)
+
+
+def test_norm_of_sima() -> None:
+    """`norm` is that of SimA's own class, with and without masks."""
+    x = torch.randn(2, 6, 16, dtype=torch.float64)
+    host = nn.MultiheadAttention(16, 4, batch_first=True, dtype=torch.float64)
+    swap_mixer(host, mixer_kwargs={"norm": "l2"})
+    q, k, v = (
+        split_heads(F.linear(x, w, b), 4)
+        for w, b in zip(host.in_proj_weight.chunk(3), host.in_proj_bias.chunk(3), strict=True)
+    )
+    expected = F.normalize(q, dim=2) @ F.normalize(k, dim=2).mT @ v
+    everything = torch.zeros(6, 6, dtype=torch.bool)  # a mask that excludes nothing
+    for mask in (None, everything):
+        torch.testing.assert_close(host(x, x, x, attn_mask=mask)[0], host.out_proj(merge_heads(expected)))
 
 
 def test_transformer_decoder() -> None:

@@ -23,8 +23,7 @@ def nystrom_attention(q: Tensor, k: Tensor, v: Tensor, landmarks: int = 49, iter
         iterations: steps of the pseudo-inverse.
     """
     q = q * q.shape[-1] ** -0.5
-    means = segment_means(q.shape[-2], landmarks, like=q)
-    q_means, k_means = means @ q, means @ k
+    q_means, k_means = (segment_means(t.shape[-2], landmarks, like=t) @ t for t in (q, k))
     to_landmarks = (q @ k_means.transpose(-2, -1)).softmax(-1)  # (B, heads, N, landmarks)
     between = (q_means @ k_means.transpose(-2, -1)).softmax(-1)
     from_landmarks = (q_means @ k.transpose(-2, -1)).softmax(-1)  # (B, heads, landmarks, N)
@@ -32,8 +31,8 @@ def nystrom_attention(q: Tensor, k: Tensor, v: Tensor, landmarks: int = 49, iter
 
 
 def pseudo_inverse(a: Tensor, iterations: int = 6) -> Tensor:
-    """The Moore-Penrose inverse of matrices a (..., M, M) by the third-order iteration of the Nyströmformer."""
-    identity = torch.eye(a.shape[-1], device=a.device, dtype=a.dtype)
+    """The Moore-Penrose inverse of matrices a (..., M, K) by the third-order iteration of the Nyströmformer."""
+    identity = torch.eye(a.shape[-2], device=a.device, dtype=a.dtype)
     norms = a.abs().sum(-2).amax(-1) * a.abs().sum(-1).amax(-1)
     z = a.transpose(-2, -1) / norms[..., None, None]
     for _ in range(iterations):

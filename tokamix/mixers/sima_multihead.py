@@ -141,14 +141,16 @@ class SimA(nn.MultiheadAttention):
         return [F.linear(x, w, b) for x, w, b in zip((query, key, value), matrices, biases, strict=True)]
 
 
-def weigh(q: Tensor, k: Tensor, v: Tensor, forbidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def weigh(
+    q: Tensor, k: Tensor, v: Tensor, forbidden: Tensor | None = None, norm: str | None = "l1"
+) -> tuple[Tensor, Tensor]:
     """SimA with explicit weights: q (B, H, Nq, D), k, v (B, H, Nk, D) -> (B, H, Nq, D) and weights (B, H, Nq, Nk).
 
     Forbidden pairs, (Nq, Nk) or (B, H, Nq, Nk), get weight 0. Computed in float32 or wider, because weights are of the
     order of 1 / N², below the range of float16.
     """
     with no_autocast(q):
-        scale = channel_weight(q, k, "l1", EPS)
+        scale = channel_weight(q, k, norm, EPS)
         weights = (q * scale) @ k.to(scale.dtype).mT
         if forbidden is not None:
             weights = weights.masked_fill(forbidden, 0)

@@ -1,7 +1,7 @@
 """Modules that take the place of a host's attention: subclasses of its class with another product inside."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +23,10 @@ class ImageSize:
     size: Grid | None = None
 
 
-def remember_image_size(conv: Any, args: tuple[Any, ...]) -> None:
-    """Forward pre-hook of a model's first convolution."""
+def remember_image_size(module: Any, args: tuple[Any, ...]) -> None:
+    """Forward pre-hook of the module that sees the image: the patch embedding, or the first convolution."""
     if isinstance(args[0], Tensor):
-        conv.image_size.size = (args[0].shape[-2], args[0].shape[-1])
+        module.image_size.size = (args[0].shape[-2], args[0].shape[-1])
 
 
 def token_grid(count: int, size: Grid | None) -> Grid:
@@ -91,8 +91,7 @@ class Swapped(nn.Module):
             size = map_size or size
             tokens = tokens if tokens.shape[1] == q.shape[2] else None
         if self.adapter.window and self.adapter.layout == "tokens":
-            size = getattr(self, "window_size", None)
-            size = size if isinstance(size, tuple) and size[0] * size[1] == q.shape[2] else None
+            size = self._find_size(q.shape[2], ())
         windows = self.adapter.window
         call = Call(tokens, mask, bias, scale, windows, self.prefix, lambda count: token_grid(count, size))
         return self.mixer(q, k, v, call)
@@ -139,11 +138,9 @@ class Swapped(nn.Module):
         tokens, size = to_tokens(x, self.adapter.layout)
         n = self.prefix
         patches = tokens[:, n:]
-        if size is None and self.adapter.window:
-            size = getattr(self, "window_size", None)
-        if size is None and args and isinstance(args[0], tuple | list):  # the host passes the size of its map
-            size = (args[0][0], args[0][1])
-        grid = token_grid(patches.shape[1], size or self.image_size.size)
+        if size is None:
+            size = self._find_size(patches.shape[1], args)
+        grid = token_grid(patches.shape[1], size)
         out = self.mixer(patches, grid)
         if n:
             # the rule for prefix tokens without queries: they receive the mean of the mixed patch tokens
@@ -163,6 +160,16 @@ class Swapped(nn.Module):
         out = out if drop is None else drop(out)
         out = from_tokens(out, x, self.adapter.layout)
         return out if self.adapter.wrap is None else self.adapter.wrap(out, self, *args, **kwargs)
+
+    def _find_size(self, count: int, args: Sequence[Any]) -> Grid | None:
+        """What the grid of `count` tokens follows from: the map's size in the call's arguments, window or image."""
+        given = args[0] if args and isinstance(args[0], tuple | list | torch.Size) else ()
+        if len(given) == 2 and all(isinstance(n, int | torch.SymInt) for n in given):
+            return given[0], given[1]
+        if not self.adapter.window:
+            return self.image_size.size
+        window = getattr(self, "window_size", None)
+        return window if isinstance(window, tuple) and window[0] * window[1] == count else None
 
     def set_window_size(self, window_size: Grid) -> None:
         """timm calls this when the image size changes; without position biases only the window changes."""

@@ -62,7 +62,8 @@ def find_attentions(model: nn.Module) -> tuple[dict[str, tuple[Any, Adapter]], d
         if adapter is not None and adapter.keep is not None and (reason := adapter.keep(name)):
             kept[name] = reason
         elif adapter is not None:
-            found[name] = (module, adapter)
+            window = adapter.window or (adapter.windowed is not None and adapter.windowed(name))
+            found[name] = (module, replace(adapter, window=window))
         elif path in KEPT:
             kept[name] = KEPT[path]
         elif computes_softmax(kind):

@@ -19,7 +19,7 @@ from tokamix.swap.attention import ImageSize, remember_image_size, swap, token_g
 from tokamix.swap.bank import carry_bias
 from tokamix.swap.bodies import create_replacement, find_body_blocks
 from tokamix.swap.calibrate import Images, calibrate_mixers
-from tokamix.swap.inspect import Shapes, find_attentions, nominal_size, record_shapes
+from tokamix.swap.inspect import Shapes, class_path, find_attentions, nominal_size, record_shapes
 from tokamix.swap.product import create_product
 from tokamix.swap.report import Cost, SwapReport
 
@@ -29,6 +29,9 @@ SILUS = (nn.SiLU, Swish)
 SHAPELESS = ("sima", "softmax", "efficient", "nystrom")
 # modules that compute a position bias outside of the attention
 SHARED_POSITION = ("shared_rel_pos", "rel_pos_bias", "relative_position_bias", "shared_position_bias")
+CLASS_TOKENS = ("cls_token", "class_token", "cls_token_0")  # names of parameters; CrossViT has one in each branch
+# patch embeddings that see the image, but no convolution in them does
+EMBEDS = ("timm.models.naflexvit.NaFlexEmbeds", "timm.models.tnt.PixelEmbed")
 WHERE = ("global", "every_other")
 Hosts = dict[str, tuple[Any, Adapter]]
 
@@ -96,16 +99,23 @@ def swap_mixer(
         )
     chosen, kept_by_choice = _choose(hosts, where, keep_class_attention)
     size = to_2tuple(image_size) if image_size is not None else None
+    run_size = size or nominal_size(model)
     shapes: dict[str, Shapes] = {}
     if size or to not in SHAPELESS:
         compute = to == "weight_mixing" and any(adapter.relative for _, adapter in chosen.values())
-        shapes = record_shapes(model, chosen, size or nominal_size(model), compute)
-    source = ImageSize()
+        shapes = record_shapes(model, chosen, run_size, compute)
+        if not shapes and to not in SHAPELESS and _first_conv(model) is not None:
+            raise ValueError(
+                f"{type(model).__name__} did not run on an image of {run_size[0]}x{run_size[1]}, so that the shapes of"
+                f" its tokens, which {to} needs, are unknown; give image_size, the size of its images"
+            )
     mixers: dict[str, nn.Module] = {}
+    grids: dict[str, tuple[int, int] | None] = {}
     impossible: dict[str, str] = dict(unknown) if where is None else {}
     for index, (name, (host, adapter)) in enumerate(chosen.items()):
         try:
-            mixers[name] = _create(to, name, host, adapter, shapes.get(name), num_heads, index, options)
+            grids[name] = _nominal_grid(adapter, shapes.get(name), _prefix(model, name, adapter), run_size)
+            mixers[name] = _create(to, name, host, adapter, shapes.get(name), grids[name], num_heads, index, options)
         except Impossible as error:
             impossible[name] = str(error)
     if not mixers or (impossible and not partial):
@@ -119,14 +129,16 @@ def swap_mixer(
     report.kept = {**kept_by_choice, **kept, **impossible}
     report.before = Cost.of(model, size) if size else None
     before = {name: tensor.numel() for name, tensor in model.state_dict(keep_vars=True).items()}
-    report.carried = [name for name, mixer in mixers.items() if _carry_bias(mixer, chosen[name][1], shapes.get(name))]
+    report.carried = [
+        name for name, mixer in mixers.items() if _carry_bias(mixer, chosen[name][1], shapes.get(name), grids[name])
+    ]
+    source = _watch_image_size(model)
     for name, mixer in mixers.items():
         host, adapter = chosen[name]
         if adapter.convert is None or not adapter.convert(host, mixer):
             swap(host, adapter, mixer, source, _prefix(model, name, adapter))
     if not report.kept:
         _drop_shared_position(model, to)
-    _watch_image_size(model, source)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # nested tensors of padded batches support softmax attention only
@@ -141,6 +153,7 @@ def swap_mixer(
     arguments: dict[str, Any] = {
         **{"num_heads": num_heads, "relu": relu, "keep_class_attention": keep_class_attention},
         **{"where": where, "partial": partial, "mixer_kwargs": options},
+        "image_size": None if to in SHAPELESS else size,  # parameters of the others depend on the grid
     }
     record_step(model, "swap_mixer", to=to, **{key: value for key, value in arguments.items() if value})
     _calibrate(model, original, report, calibrate)
@@ -228,6 +241,7 @@ def _create(
     host: Any,
     adapter: Adapter,
     shapes: Shapes | None,
+    grid: tuple[int, int] | None,
     num_heads: int | None,
     index: int,
     options: dict[str, Any],
@@ -247,7 +261,6 @@ def _create(
         )
     parameter = next(host.parameters(), None)
     dd = {} if parameter is None else {"device": parameter.device, "dtype": parameter.dtype}
-    grid = _nominal_grid(adapter, shapes)
     # a pyramid's first stages have many tokens: windows and cells of several tokens, as in the papers' pyramids
     stage = None if grid is None or grid[0] * grid[1] <= 1024 else 0 if grid[0] * grid[1] >= 48 * 48 else 1
     site = Site(width or number, number, grid or (14, 14), stage, index)
@@ -257,8 +270,10 @@ def _create(
     if product.on_grid and not adapter.ordered:
         raise Impossible(f"its tokens are not in the order of a grid, which {to} needs")
     if product.square and shapes is not None and not shapes.q == shapes.k == shapes.v:
-        queries, keys = tuple(shapes.q[1:]), tuple(shapes.k[1:])
-        raise Impossible(f"its queries {queries} and keys {keys} differ in shape, which {to} does not allow")
+        queries, keys, values = (tuple(shape[1:]) for shape in (shapes.q, shapes.k, shapes.v))
+        raise Impossible(
+            f"its queries {queries}, keys {keys} and values {values} differ in shape, which {to} does not allow"
+        )
     product.num_heads = num_heads
     return product
 
@@ -282,11 +297,10 @@ def _create_whole(
     return create_mixer(to, Site(dim, heads, site.grid, site.stage, site.index), **options, **dd)
 
 
-def _carry_bias(mixer: nn.Module, adapter: Adapter, shapes: Shapes | None) -> bool:
+def _carry_bias(mixer: nn.Module, adapter: Adapter, shapes: Shapes | None, grid: tuple[int, int] | None) -> bool:
     """Start weight mixing from the host's relative position bias, where it has one; whether it does."""
     if not (isinstance(mixer, WeightMixing) and adapter.relative and shapes is not None and shapes.bias is not None):
         return False
-    grid = _nominal_grid(adapter, shapes)
     return grid is not None and carry_bias(mixer, shapes.bias, grid)
 
 
@@ -299,7 +313,9 @@ def _heads(host: Any, adapter: Adapter, shapes: Shapes | None) -> tuple[int, int
     return heads, getattr(layer, "in_features", None) or getattr(layer, "in_channels", None) or 0
 
 
-def _nominal_grid(adapter: Adapter, shapes: Shapes | None) -> tuple[int, int] | None:
+def _nominal_grid(
+    adapter: Adapter, shapes: Shapes | None, prefix: int, image_size: tuple[int, int]
+) -> tuple[int, int] | None:
     """The grid of keys at the model's image size."""
     if shapes is None or shapes.input is None:
         return None
@@ -307,11 +323,11 @@ def _nominal_grid(adapter: Adapter, shapes: Shapes | None) -> tuple[int, int] | 
         size = shapes.input[2:] if adapter.layout == "nchw" else shapes.input[1:3]
         if shapes.k[2] == size[0] * size[1]:
             return size[0], size[1]
-    for prefix in range(8):  # the number of prefix tokens is small
-        side = round((shapes.k[2] - prefix) ** 0.5)
-        if side * side == shapes.k[2] - prefix:
-            return side, side
-    return token_grid(shapes.k[2], None)
+    count = max(1, shapes.k[2] - prefix)
+    try:
+        return token_grid(count, None if adapter.window else image_size)
+    except ValueError:
+        return 1, count
 
 
 def _prefix(model: nn.Module, name: str, adapter: Adapter) -> int:
@@ -325,18 +341,28 @@ def _prefix(model: nn.Module, name: str, adapter: Adapter) -> int:
         owner: Any = model.get_submodule(".".join(parts[:end]))
         if isinstance(count := getattr(owner, "num_prefix_tokens", None), int):
             return count
-        for key in ("cls_token", "class_token"):
+        for key in CLASS_TOKENS:
             if isinstance(token := getattr(owner, key, None), nn.Parameter):
                 return token.shape[-2]
     return 0
 
 
-def _watch_image_size(model: nn.Module, source: ImageSize) -> None:
-    """Let the first convolution, which sees the image, tell its size to the mixers."""
-    conv: Any = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-    if conv is not None and conv.kernel_size != (1, 1):
-        conv.image_size = source
-        conv.register_forward_pre_hook(remember_image_size)
+def _watch_image_size(model: nn.Module) -> ImageSize:
+    """Let the module that sees the image tell its size to the mixers, those of earlier swaps included."""
+    embeds: Any = next((module for module in model.modules() if class_path(type(module)) in EMBEDS), None)
+    module = embeds or _first_conv(model)
+    if module is None:
+        return ImageSize()
+    if not hasattr(module, "image_size"):
+        module.image_size = ImageSize()
+        module.register_forward_pre_hook(remember_image_size)
+    return module.image_size
+
+
+def _first_conv(model: nn.Module) -> Any:
+    """The convolution that sees the image; None for models without one."""
+    conv = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+    return None if conv is None or conv.kernel_size == (1, 1) else conv
 
 
 def _drop_shared_position(model: nn.Module, to: str) -> None:

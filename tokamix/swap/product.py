@@ -113,7 +113,7 @@ class SimAProduct(Product):
                 if q.shape[2] == k.shape[2]:
                     q = q.masked_fill(padding, 0)
             if call.mask.shape[-2] > 1:
-                return weigh(q, k, v, call.mask)[0]
+                return weigh(q, k, v, call.mask, self.norm)[0]
         if k.shape == v.shape and q.dtype == k.dtype == v.dtype:
             return sima_attention(q, k, v, self.norm)
         scale = channel_weight(q, k, self.norm, 1e-12)  # values of another width
@@ -131,8 +131,7 @@ class AttendProduct(Product):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Call the mixer's `attend`."""
-        if call.mask is not None and not call.windows:
-            raise ValueError(f"{self.name} cannot exclude masked tokens; use to='sima' or 'softmax', or no mask")
+        _refuse_padding(self.name, call)
         if call.scale is not None:  # these mixers scale by 1 / sqrt(D)
             q = q * (call.scale * q.shape[-1] ** 0.5)
         grid = call.find_grid(k.shape[2]) if self.on_grid else (1, k.shape[2])
@@ -150,6 +149,7 @@ class SuperTokenProduct(Product):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Average, attend, and map back to tokens."""
+        _refuse_padding(self.name, call)
         grid, heads = call.find_grid(q.shape[2]), q.shape[1]
         tokens = merge_heads(v) if call.tokens is None else call.tokens
         x = tokens_to_map(tokens[:, tokens.shape[1] - q.shape[2] :].to(v.dtype), grid)
@@ -184,6 +184,11 @@ def create_product(name: str, site: Site, **options: Any) -> Product | None:
         return None
     product.name = name
     return product
+
+
+def _refuse_padding(name: str, call: Call) -> None:
+    if call.mask is not None and not call.windows:
+        raise ValueError(f"{name} cannot exclude masked tokens; use to='sima' or 'softmax', or no mask")
 
 
 def _regroup(t: Tensor, heads: int) -> Tensor:

@@ -40,9 +40,14 @@ def _no_spatial(host: Any) -> None:
         host.rel_pos_type = ""
 
 
+def _in_patch(name: str) -> bool:
+    """TNT's inner attention is among the pixels of a patch."""
+    return name.endswith("attn_in")
+
+
 def _tnt_prefix(name: str, host: Any) -> int:
     """The pixels of a patch have no class token, the patches have."""
-    return 0 if name.endswith("attn_in") else 1
+    return 0 if _in_patch(name) else 1
 
 
 ADAPTERS: dict[str, Adapter] = {
@@ -71,6 +76,7 @@ ADAPTERS: dict[str, Adapter] = {
     "timm.models.cait.TalkingHeadAttn": Adapter(
         forwards.attention,
         position=("proj_l", "proj_w"),
+        prefix=0,  # the class token comes after these blocks
         note="talking heads (proj_l, proj_w) are dropped: without attention weights there is nothing to mix",
     ),
     "timm.models.cait.ClassAttn": Adapter(
@@ -153,8 +159,8 @@ ADAPTERS: dict[str, Adapter] = {
         note=WINDOW,
     ),
     "timm.models.tiny_vit.Attention": Adapter(**BIASES, window=True, note=RELATIVE),
-    "timm.models.tnt.Attention": Adapter(forwards.tnt, prefix=_tnt_prefix),
-    "timm.models.twins.LocallyGroupedAttn": Adapter(head_axis=2, prefix=0),
+    "timm.models.tnt.Attention": Adapter(forwards.tnt, prefix=_tnt_prefix, windowed=_in_patch),
+    "timm.models.twins.LocallyGroupedAttn": Adapter(head_axis=2, prefix=0, window=True),
     "timm.models.twins.GlobalSubSampleAttn": Adapter(prefix=0),
     "timm.models.visformer.Attention": Adapter(layout="nchw"),
     "timm.models.vision_transformer_relpos.RelPosAttention": Adapter(

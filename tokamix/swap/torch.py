@@ -12,7 +12,7 @@ from tokamix.swap.product import SimAProduct
 
 def _convert(host: Any, mixer: nn.Module) -> bool:
     """`tokamix.mixers.SimA` is nn.MultiheadAttention with SimA, weights included."""
-    if not isinstance(mixer, SimAProduct):
+    if not isinstance(mixer, SimAProduct) or mixer.norm != "l1":
         return False
     host.num_heads = mixer.num_heads or host.num_heads
     host.head_dim = host.embed_dim // host.num_heads
