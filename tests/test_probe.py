@@ -120,3 +120,19 @@ def test_bad_input(classifier_run: Path, segmenter_run: Path, folder: Path, tmp_
         measure_knn(features, labels, features[:, :3], labels, (1,))
     with pytest.raises(ValueError, match=r"k is \[0\], but must be one or more numbers"):
         measure_knn(features, labels, features, labels, (0,))
+
+
+def test_features_that_cannot_be_measured() -> None:
+    features, labels = torch.randn(6, 4), torch.arange(6) // 2
+    broken = features.clone()
+    broken[1, 2] = torch.nan
+    for measure in (measure_knn, measure_linear):
+        with pytest.raises(ValueError, match="some training features are not finite"):
+            measure(broken, labels, features, labels)
+        with pytest.raises(ValueError, match="some validation features are not finite"):
+            measure(features, labels, broken, labels)
+    with pytest.raises(ValueError, match="one image of each class, so none can be held out"):
+        measure_linear(features, torch.arange(6), features, torch.arange(6))
+    assert measure_linear(features, labels.int(), features, labels.int()) == measure_linear(
+        features, labels, features, labels
+    )

@@ -62,6 +62,10 @@ def check_features(
             raise ValueError(f"there are {len(features)} {split} features, but {len(labels)} labels; each needs one")
         if not len(features):
             raise ValueError(f"there are no {split} features")
+        if not features.isfinite().all():
+            raise ValueError(
+                f"some {split} features are not finite; compute them in precision fp32, or repair the model"
+            )
         if int(labels.min()) < 0:
             raise ValueError(f"a {split} image has label {int(labels.min())}, but labels count from 0")
     if train.shape[1] != val.shape[1]:

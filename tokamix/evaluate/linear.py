@@ -68,7 +68,13 @@ def measure_linear(
         raise ValueError(f"linear evaluation needs rates, decays and epochs, got {rates}, {decays} and {epochs}")
     mean, std = train.float().mean(0), train.float().std(0).clamp(min=1e-6)
     train, val = ((features.float() - mean) / std for features in (train, val))
+    train_labels, val_labels = train_labels.long(), val_labels.long()
     kept, held_out = split_by_class(train_labels.cpu())
+    if not len(held_out):
+        raise ValueError(
+            f"the {len(train)} training images have one image of each class, so none can be held out to choose the"
+            " settings of the linear classifier; use k-NN, or more images"
+        )
     pairs = [(rate, decay) for rate in rates for decay in decays]
     weights = _fit(train[kept], train_labels[kept], classes, pairs, epochs, seed)
     accuracies = _accuracies(weights, train[held_out], train_labels[held_out])
