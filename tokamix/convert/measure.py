@@ -1,9 +1,11 @@
 """Speed and memory of a classifier at several image sizes, on the machine that converts it."""
 
 import copy
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -64,6 +66,9 @@ def _measure(model: Any, size: int, in_chans: int, batch: int, device: torch.dev
 
 def _process_growth_gb(run: Callable[[], object]) -> float:
     """Peak growth of the process's memory during a call in GB, sampled every millisecond."""
+    # glibc keeps freed memory, in which a call that was timed before would run without any growth
+    with suppress(OSError, AttributeError):  # other C libraries have no such function
+        ctypes.CDLL(None).malloc_trim(0)
     process, done = psutil.Process(), threading.Event()
     before = peak = process.memory_info().rss
 

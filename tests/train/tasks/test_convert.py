@@ -16,6 +16,7 @@ from tests.train.loop.test_resume import Stop, stop_at
 from tests.train.setup.test_parallel import assert_same_run
 from tests.train.tiny import TINY, assert_same_bits, tiny_data
 from tokamix.convert import Conversion, Speed
+from tokamix.convert.measure import _process_growth_gb
 from tokamix.convert.report import find_break_even
 from tokamix.inference import load_model
 from tokamix.train.tasks.convert import FineTune
@@ -137,3 +138,14 @@ def test_break_even() -> None:
     assert find_break_even(speeds(1, 4, 16), speeds(2, 5, 17)) is None
     assert find_break_even(speeds(1, 4, None), speeds(2, 5, 17)) == 896  # the original does not fit
     assert find_break_even(speeds(1, None), speeds(2, None)) is None
+
+
+def test_memory_on_a_cpu() -> None:
+    """The C library keeps freed memory: earlier calls must not hide what a call needs."""
+
+    def run() -> float:
+        return sum(float(part.sum()) for part in [torch.ones(250_000 * 10) for _ in range(4)])
+
+    for _ in range(5):
+        run()
+        assert 0.03 < _process_growth_gb(run) < 0.06, "four tensors of 10 MB"
