@@ -106,7 +106,7 @@ def test_networks_that_timm_creates(tmp_path: Path, name: str) -> None:
 
 def test_fine_tuning_repeats_the_changes(tmp_path: Path) -> None:
     model, _ = train_module(tmp_path / "a", CHANGED["swap_options"]())
-    tuning = {"epochs": 1, "warmup_epochs": 0, "model": None, "model_kwargs": {}}
+    tuning = {"epochs": 1, "warmup_epochs": 0, "model": None, "model_kwargs": {}, "drop_path": 0.2}
     result = run(tmp_path / "b", data=tiny_data(classes=3), checkpoint=tmp_path / "a", **tuning)
     loaded = result.load()
     assert [type(m) for m in loaded.modules()] == [type(m) for m in model.modules()]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tokamix._construction import MARK
 from tokamix.inference import InferenceConfig, evaluation_mode, load_model
 
 # of the largest output: the same network gives the same outputs up to rounding. It must be small: in a network that
@@ -34,7 +35,8 @@ def check_reload(folder: Path, model: nn.Module, config: InferenceConfig) -> Non
 
 def compare_structure(model: nn.Module, other: nn.Module) -> str:
     """The first difference between the parameters and modules of two models, in words; empty if there is none."""
-    own, state = model.state_dict(), other.state_dict()
+    # the records of changes also hold arguments that make no difference here, such as the rate of stochastic depth
+    own, state = ({n: t for n, t in m.state_dict().items() if not n.endswith(MARK)} for m in (model, other))
     if different := own.keys() ^ state.keys():
         return f"{len(different)} parameters are in one of them only, such as {min(different)}"
     if different := {name for name, tensor in own.items() if tensor.shape != state[name].shape}:
