@@ -13,6 +13,7 @@ from typing import Any
 
 RECORD = "tokamix_construction"  # attribute of a model
 HF_NOTE = ", in a network changed by tokamix: load it with tokamix.swap.load_hf"
+SWIGLU = "use_swiglu_ffn"
 TIMM_NOTE = ", changed by tokamix: load it with tokamix.create_model"
 MARK = "tokamix_changes"  # buffer of a changed model: the record as JSON, one number for each byte
 # arguments of `create_model` that do not describe the network; the number of classes may change after it is created
@@ -118,6 +119,12 @@ def mark_config(config: Any, steps: Any) -> None:
     for part in parts:
         if isinstance(name := getattr(part, "hidden_act", None), str):
             part.hidden_act = name.removesuffix(HF_NOTE) + (HF_NOTE if steps else "")
+        if steps and getattr(part, SWIGLU, False):  # DINOv2's SwiGLU does not read the activation, its MLP does
+            setattr(part, SWIGLU, False)
+            setattr(part, MARK + SWIGLU, True)
+        elif not steps and getattr(part, MARK + SWIGLU, False):
+            setattr(part, SWIGLU, True)
+            setattr(part, MARK + SWIGLU, False)
 
 
 def _check_mark(model: Any, state: dict[str, Any], prefix: str, _: Any, *lists: Any) -> None:

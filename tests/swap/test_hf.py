@@ -21,6 +21,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object], int]] = {
     "DeiT": ("DeiTModel", IMAGE, 2),
     "Beit": ("BeitModel", {**IMAGE, "use_relative_position_bias": True}, 1),
     "Dinov2": ("Dinov2Model", IMAGE, 1),
+    "Dinov2WithRegisters": ("Dinov2WithRegistersModel", {**IMAGE, "num_register_tokens": 3}, 4),
     "DINOv3ViT": ("DINOv3ViTModel", {**IMAGE, "num_register_tokens": 2}, 3),
     "CLIPVision": ("CLIPVisionModel", IMAGE, 1),
     "SiglipVision": ("SiglipVisionModel", IMAGE, 0),

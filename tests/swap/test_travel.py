@@ -89,19 +89,20 @@ def test_state_dicts() -> None:
     assert "tokamix_changes" not in host.state_dict(), "nothing is changed any more"
 
 
-def test_hugging_face(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "options"), [("ViT", {}), ("Dinov2", {"use_swiglu_ffn": True})])
+def test_hugging_face(tmp_path: Path, family: str, options: dict[str, bool]) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.ViTConfig(
-        hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=32, patch_size=8
-    )
-    model = transformers.ViTForImageClassification(config).eval()
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    config = getattr(transformers, f"{family}Config")(**sizes, **options)
+    kind = getattr(transformers, f"{family}ForImageClassification")
+    model = kind(config).eval()
     swap(model)
     insert_context_broadcast(model, "cbs")
     x = torch.randn(2, 3, 32, 32)
     model.save_pretrained(tmp_path)
     with pytest.raises(KeyError, match=r"changed by tokamix: load it with tokamix\.swap\.load_hf"):
-        transformers.ViTForImageClassification.from_pretrained(tmp_path)
-    loaded = load_hf(transformers.ViTForImageClassification, tmp_path)
+        kind.from_pretrained(tmp_path)
+    loaded = load_hf(kind, tmp_path)
     assert torch.equal(loaded(x).logits, model(x).logits)
 
 

@@ -18,7 +18,7 @@ def _pair(out: Tensor, self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, No
     return out, None
 
 
-def _prefix_of_dinov3(name: str, host: Any) -> int:
+def _class_and_registers(name: str, host: Any) -> int:
     return 1 + int(host.config.num_register_tokens)
 
 
@@ -45,7 +45,8 @@ _CLASSES = {
     "deit": {"DeiTAttention": _adapter(2)},
     "beit": {"BeitAttention": _adapter(1, position=("relative_position_bias",), relative=True, note=_RELATIVE)},
     "dinov2": {"Dinov2Attention": _adapter(1)},
-    "dinov3_vit": {"DINOv3ViTAttention": _adapter(_prefix_of_dinov3)},
+    "dinov2_with_registers": {"Dinov2WithRegistersAttention": _adapter(_class_and_registers)},
+    "dinov3_vit": {"DINOv3ViTAttention": _adapter(_class_and_registers)},
     "clip": {"CLIPAttention": _adapter(1, "out_proj", keep=_text)},
     "siglip": {"SiglipAttention": _adapter(0, "out_proj", keep=_text)},
     "segformer": {"SegformerAttention": _adapter(0)},
