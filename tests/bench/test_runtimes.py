@@ -72,6 +72,7 @@ def test_bad_input() -> None:
     assert "accuracy of resnet18 is not known" in call("pick", "--budget-ms", "5", "--models", "resnet18", code=1)
     text = call("pick", "--budget-ms", "5", "--task", "segment", "--models", "stvit_small", code=1)
     assert "the mIoU of 'stvit_small' is not known; choose from " in text
+    assert "there is no runtime 'onxx'" in call("pick", "--budget-ms", "5", "--runtime", "onxx", code=1)
     assert "the budget is -1.0 ms" in call("pick", "--budget-ms", "-1", "--device", "cpu", code=1)
 
 

@@ -194,6 +194,7 @@ def test_bad_input(classifier_run: Path, onnx_report: ExportReport, tmp_path: Pa
     with pytest.raises(ValueError, match=r"was exported for images of \d+x\d+, got 48x48; export it with --size 48x48"):
         load_exported(onnx_report.path)(torch.zeros(1, 3, 48, 48))
     assert "there is no exported model" in call("predict", tmp_path / "none.onnx", tmp_path / "file", code=1)
+    assert "name the model first: tokamix predict m.onnx IMAGES" in call("predict", "photo.jpg", "m.onnx", code=1)
     (tmp_path / "bad.onnx").write_text("no graph")
     with pytest.raises(ValueError, match=r"bad\.onnx cannot be opened"):
         load_exported(tmp_path / "bad.onnx")

@@ -6,7 +6,7 @@ from typing import Literal
 
 from timm.models import is_model
 
-from tokamix.bench.runtimes import RuntimeRow, installed_runtimes, measure_runtimes
+from tokamix.bench.runtimes import RuntimeRow, check_runtimes, installed_runtimes, measure_runtimes
 from tokamix.models._registry import imagenet_top1, list_models
 from tokamix.recipes.load import list_recipes, recipe_rows
 
@@ -124,6 +124,7 @@ def pick(
     """
     if budget_ms <= 0:
         raise ValueError(f"the budget is {budget_ms} ms, but must be positive")
+    check_runtimes(runtimes, device)
     candidates = list_candidates(models, task)
     result = PickResult(budget_ms, None, None, accuracy={c.name: c for c in candidates})
     names = list(runtimes) or [

@@ -80,6 +80,16 @@ def installed_runtimes(device: str) -> list[str]:
     return names
 
 
+def check_runtimes(runtimes: Sequence[str], device: str) -> None:
+    """Refuse runtimes that do not exist or do not run on this device."""
+    if unknown := [name for name in runtimes if name not in RUNTIMES]:
+        raise ValueError(f"there is no runtime {unknown[0]!r}; choose from {', '.join(RUNTIMES)}")
+    if device == "cpu" and (wrong := [name for name in runtimes if name in ("graphed", "graphs")]):
+        raise ValueError(f"CUDA graphs need a GPU; leave out the runtime {wrong[0]}")
+    if device == "cuda" and (wrong := [name for name in runtimes if name.startswith("openvino")]):
+        raise ValueError(f"{wrong[0]} runs on a CPU; use --device cpu")
+
+
 def measure_runtimes(
     models: Sequence[str],
     sizes: Sequence[int] = (224,),
@@ -103,12 +113,7 @@ def measure_runtimes(
         seconds: time for each size and batch, divided among all.
         log: called with a line for each preparation and failure.
     """
-    if unknown := [name for name in runtimes if name not in RUNTIMES]:
-        raise ValueError(f"there is no runtime {unknown[0]!r}; choose from {', '.join(RUNTIMES)}")
-    if device == "cpu" and (wrong := [name for name in runtimes if name in ("graphed", "graphs")]):
-        raise ValueError(f"CUDA graphs need a GPU; leave out the runtime {wrong[0]}")
-    if device == "cuda" and (wrong := [name for name in runtimes if name.startswith("openvino")]):
-        raise ValueError(f"{wrong[0]} runs on a CPU; use --device cpu")
+    check_runtimes(runtimes, device)
     for size in sizes:
         for batch in batches:
             with tempfile.TemporaryDirectory() as folder:

@@ -85,8 +85,11 @@ def _split(arguments: list[str]) -> tuple[str, list[str]]:
     """The model and the images; images alone are for the network that comes with the package."""
     from tokamix.data.decode import EXTENSIONS
     from tokamix.models.shipped import DEFAULT, shipped_weights
+    from tokamix.runtimes import is_exported
 
     first = Path(arguments[0])
+    if late := [name for name in arguments[1:] if is_exported(name)]:
+        raise ValueError(f"{late[0]} is no image; name the model first: tokamix predict {late[0]} IMAGES")
     folder_of_images = first.is_dir() and not (first / "config.json").exists() and len(arguments) == 1
     if first.suffix.lower() in EXTENSIONS or arguments[0] == "-" or folder_of_images:
         classes = ", ".join(shipped_weights()[DEFAULT]["data"]["classes"])
