@@ -353,8 +353,9 @@ def int8_lines(rows: list[dict[str, str]], layers: list[dict[str, str]]) -> list
             half = 1.96 * math.sqrt(spread + other[1])
             more = drop - other[0]
             differ |= abs(more) > half
+            word = "more" if more > 0 else "less"
             lines.append(
-                f"- {case[0]}, {case[1]}: softmax loses {abs(more):.2f} points {'more' if more > 0 else 'less'} than SimA"
+                f"- {case[0]}, {case[1]}: softmax loses {abs(more):.2f} points {word} than SimA"
                 f" (drop of softmax minus drop of SimA: {more:+.2f}, 95 % interval {more - half:+.2f} to"
                 f" {more + half:+.2f}, treating the two networks as independent)."
             )
