@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.swap.hosts import SIZE, broadcast, change_inputs, change_outputs, create, images, submodules, weights
 from tokamix.swap import insert_context_broadcast, remove_context_broadcast
+from tokamix.swap.context_broadcast import InsertedBroadcast
 
 BROADCAST_HOSTS = [
     "vit_tiny_patch16_224",
@@ -188,3 +189,30 @@ def test_errors_leave_the_model_unchanged() -> None:
     with pytest.raises(ValueError, match=r"position 'mid' does not exist in blocks\.1 \(Block\): mlp\.fc2 is missing"):
         insert_context_broadcast(model, position="mid")
     assert remove_context_broadcast(model) == []
+
+
+def test_layouts_of_attentions() -> None:
+    """The mean is over tokens: of windows before a convolution, of maps, of pairs, and of patches with inner tokens."""
+    pyramid = {"depths": (1, 1), "embed_dims": (8, 16), "num_heads": (1, 2)}
+    hosts = {
+        "tiny_vit_5m_224": {**pyramid, "window_sizes": (4, 4)},
+        "fastvit_sa12": {"layers": (1, 1, 1, 1), "embed_dims": (8, 8, 8, 64)},
+        "mvitv2_tiny": {"img_size": SIZE},
+        "tnt_s_patch16_224": {"img_size": SIZE, "depth": 1},
+    }
+    for name, options in hosts.items():
+        model = timm.create_model(name, num_classes=5, **options).eval()
+        insert_context_broadcast(model, "cbs", block="msa")
+        widths: list[tuple[int, int]] = []
+
+        def watch(module, args, output, widths=widths) -> None:
+            widths.append((args[0].shape[1 if module.channels_first else -1], module.scale.numel()))
+
+        for module in model.modules():
+            if isinstance(module, InsertedBroadcast):
+                module.register_forward_hook(watch)
+        x = images()
+        torch.testing.assert_close(model(x)[:1], model(x[:1]), rtol=1e-3, atol=1e-5)
+        assert widths
+        assert all(width == channels for width, channels in widths)
+    assert type(model.blocks[0].attn_out.broadcast_after) is InsertedBroadcast

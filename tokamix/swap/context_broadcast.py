@@ -39,8 +39,8 @@ def insert_context_broadcast(
     `tokamix.ops.broadcast_context`. A block is a module with an attention that `swap_mixer` knows and an MLP: those of
     timm, torchvision, Hugging Face and tokamix. "end" is after the last dropout, inside the residual branch; in Hugging
     Face's newer ViT it is before that dropout, which both branches share. The mean is over all tokens of the MLP: with
-    the class token where there is one (but not in LocalViT, whose MLPs do not receive it), over the whole map in Swin,
-    with padding in ViLT.
+    the class token where there is one (but not in LocalViT, whose MLPs do not receive it), over the whole map in Swin
+    (but over each window for the attention of SAM), with padding in ViLT.
 
     Parameters keep their names; "cbs" adds its scales. A second call changes nothing, and `remove_context_broadcast`
     undoes it.
@@ -79,14 +79,17 @@ def insert_context_broadcast(
             " 'cb' or 'cbs'"
         )
 
-    sites: dict[str, tuple[nn.Module, str, Any]] = {}
+    sites: dict[str, tuple[nn.Module, str, Any, bool]] = {}
     for name, (module, layout) in layouts.items():
         for part in PARTS[block]:
             path, side = getattr(layout, "msa" if part == "msa" else position)
             try:
                 site = module.get_submodule(path)
-                layer = _last_layer(module if part == "msa" else module.get_submodule(layout.end[0].split(".")[0]))
-                layer = site if position == "mid" else layer
+                if part == "msa":
+                    layer, channels_first = _attention_output(module, path)
+                else:
+                    layer = site if position == "mid" else _last_layer(_mlp(module, layout))
+                    channels_first = isinstance(layer, nn.Conv2d)
             except (AttributeError, IndexError):
                 raise ValueError(
                     f"position {position!r} does not exist in {name} ({type(module).__name__}): {path} is missing"
@@ -96,17 +99,17 @@ def insert_context_broadcast(
                 raise ValueError(
                     f"{name}.{path} already has {present.kind!r}: call remove_context_broadcast before {kind!r}"
                 )
-            sites[f"{name}.{path}".lstrip(".")] = (site, side, layer)
+            sites[f"{name}.{path}".lstrip(".")] = (site, side, layer, channels_first)
 
-    if not all(hasattr(site, side) for site, side, _ in sites.values()):
+    if not all(hasattr(site, side) for site, side, *_ in sites.values()):
         options = {"kind": kind, "position": position, "block": block, "scale_init": scale_init}
         record_step(model, "insert_context_broadcast", **options)
-    for site, side, layer in sites.values():
+    for site, side, layer, channels_first in sites.values():
         if not hasattr(site, side):
             width, inputs = layer.weight.shape[:2]
             dd = {"device": layer.weight.device, "dtype": layer.weight.dtype}
             broadcast = InsertedBroadcast(inputs if position == "mid" else width, kind, scale_init, **dd)
-            broadcast.channels_first = isinstance(layer, nn.Conv2d)
+            broadcast.channels_first = channels_first
             broadcast.training = site.training
             site.add_module(side, broadcast)
             hook = site.register_forward_pre_hook(_before) if side == BEFORE else site.register_forward_hook(_after)
@@ -195,6 +198,34 @@ def _adapts_windows(module: Any) -> bool:
     kind: Any = type(module)
     adapter = module.adapter if isinstance(module, Swapped) else find_adapter(kind)
     return adapter is not None and adapter.window
+
+
+def _mlp(block: nn.Module, layout: BlockLayout) -> nn.Module:
+    return block.get_submodule(layout.end[0].split(".")[0])
+
+
+def _attention_output(block: nn.Module, path: str) -> tuple[Any, bool]:
+    """The output projection of the attention at a path of a block, or of the first in it, and whether it has a map
+    (B, C, H, W); else the block's last layer.
+    """
+    modules: list[Any] = [*block.get_submodule(path).modules(), *block.modules()]
+    for module in modules:
+        kind: Any = type(module)
+        adapter = module.adapter if isinstance(module, Swapped) else find_adapter(kind)
+        if adapter is not None and (layers := _layers(module, adapter.output)):
+            by_layer = adapter.layout == "other" and isinstance(layers[-1], nn.Conv2d)
+            return layers[-1], by_layer or adapter.layout == "nchw"
+    last = _last_layer(block)
+    return last, isinstance(last, nn.Conv2d)
+
+
+def _layers(module: nn.Module, path: str) -> list[nn.Module]:
+    """The Linear layers and convolutions of a submodule; none if it does not exist."""
+    try:
+        children = module.get_submodule(path).modules()
+    except AttributeError:
+        return []
+    return [child for child in children if isinstance(child, nn.Linear | nn.Conv2d)]
 
 
 def _last_layer(module: nn.Module) -> Any:

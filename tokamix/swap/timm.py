@@ -207,5 +207,7 @@ BLOCKS = {
         ("total.0.1.main.1", BEFORE), ("total.0.1.main.3", BEFORE), ("total.0.1.main", AFTER), ("total.0.0.main", AFTER)
     ),
     "timm.models.twins.Block": BlockLayout(),
+    "timm.models.tnt.Block": BlockLayout(msa=("attn_out", AFTER)),  # among patches, as its MLP
+    "timm.models.mvitv2.MultiScaleBlock": BlockLayout(msa=("drop_path1", BEFORE)),  # the attention returns a pair
     "timm.models.swin_transformer.SwinTransformerBlock": BlockLayout(msa=("drop_path1", BEFORE)),  # outside the windows
 }
