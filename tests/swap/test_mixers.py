@@ -385,3 +385,26 @@ def test_patches_of_naflex_have_no_grid() -> None:
         places = torch.cartesian_prod(torch.arange(2), torch.arange(8)).expand(1, -1, -1)
         with pytest.raises(ValueError, match="cannot exclude masked tokens"):
             model(torch.randn(1, 16, 16 * 16 * 3), places, torch.ones(1, 16, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mixer_kwargs": {"norm": torch.tensor(1)}}, "mixer_kwargs must be numbers, texts and lists"),
+        ({"calibrate": torch.zeros(0, 3, 64, 64)}, "calibration needs images, got none"),
+        ({"calibrate": torch.zeros(2, 3, 60, 64)}, r"does not take the images for calibration, \(2, 3, 60, 64\)"),
+        ({"calibrate": [(images(), torch.zeros(2))]}, "without labels, got tuple"),
+    ],
+)
+def test_options_that_fail_leave_the_model_unchanged(options: dict, message: str) -> None:
+    model = create(NAME)
+    before = [(name, type(module)) for name, module in model.named_modules()]
+    with pytest.raises(ValueError, match=message):
+        swap_mixer(model, "sima", **options)
+    assert [(name, type(module)) for name, module in model.named_modules()] == before
+    assert "tokamix_changes" not in model.state_dict()
+
+
+def test_blocks_by_range() -> None:
+    model = host(depth=4)
+    assert len(swap_mixer(model, where=range(1, 3)).replaced) == 2

@@ -48,9 +48,7 @@ def calibrate_mixers(
     Returns:
         The squared error of each mixer's output, relative to the variance of the replaced one's: 0 is a perfect copy.
     """
-    batches = [images] if isinstance(images, Tensor) else list(images)
-    if not batches or not sum(map(len, batches)):
-        raise ValueError("calibration needs images, got none; give a batch (B, C, H, W)")
+    batches = _list_batches(images)
     mixers = {name: model.get_submodule(name) for name in hosts}
     training = {module: module.training for network in (model, original) for module in network.modules()}
     model.eval(), original.eval()
@@ -65,6 +63,35 @@ def calibrate_mixers(
     finally:
         for module, mode in training.items():
             module.training = mode
+
+
+@torch.no_grad()
+def check_images(original: nn.Module, images: Images) -> list[Tensor]:
+    """The batches of images for a calibration, after a trial with one image; a network in training mode stays so."""
+    batches = _list_batches(images)
+    own = next(original.parameters())
+    training = {module: module.training for module in original.modules()}
+    try:
+        original.eval()(batches[0][:1].to(own.device))
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise ValueError(
+            f"the model does not take the images for calibration, {tuple(batches[0].shape)} {batches[0].dtype}: {error}"
+        ) from error
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    return batches
+
+
+def _list_batches(images: Images) -> list[Tensor]:
+    batches = [images] if isinstance(images, Tensor) else list(images)
+    wrong = next((batch for batch in batches if not isinstance(batch, Tensor) or batch.ndim != 4), None)
+    if wrong is not None:
+        given = tuple(wrong.shape) if isinstance(wrong, Tensor) else type(wrong).__name__
+        raise ValueError(f"calibration needs images (B, C, H, W) without labels, got {given}")
+    if not batches or not sum(map(len, batches)):
+        raise ValueError("calibration needs images, got none; give a batch (B, C, H, W)")
+    return batches
 
 
 def _observe(original: nn.Module, watchers: Mapping[nn.Module, Callable[..., None]], batches: Sequence[Tensor]) -> None:

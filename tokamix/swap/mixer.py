@@ -1,6 +1,8 @@
 """Replace the attention of an existing model by another mixer."""
 
 import copy
+import json
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +20,7 @@ from tokamix.swap._host import Adapter
 from tokamix.swap.attention import ImageSize, remember_image_size, swap, token_grid
 from tokamix.swap.bank import carry_bias
 from tokamix.swap.bodies import create_replacement, find_body_blocks
-from tokamix.swap.calibrate import Images, calibrate_mixers
+from tokamix.swap.calibrate import Images, calibrate_mixers, check_images
 from tokamix.swap.inspect import Shapes, class_path, find_attentions, nominal_size, record_shapes
 from tokamix.swap.product import create_product
 from tokamix.swap.report import Cost, SwapReport
@@ -85,7 +87,15 @@ def swap_mixer(
         raise TypeError(f"swap_mixer changes a model, not {model!r}; create it first, with tokamix.create_model(name)")
     get_mixer(to)
     options = dict(mixer_kwargs or {})
+    if where is not None and not isinstance(where, str):
+        where = [entry if isinstance(entry, str) else operator.index(entry) for entry in where]
+    try:
+        json.dumps(options)
+    except (TypeError, ValueError) as error:  # the record of the change could not hold them
+        raise ValueError(f"mixer_kwargs must be numbers, texts and lists of them: {error}") from None
     original = copy.deepcopy(model) if calibrate is not None else None
+    if original is not None and calibrate is not None:
+        calibrate = check_images(original, calibrate)
     if blocks := find_body_blocks(model):
         report = _swap_body(model, blocks, to, num_heads, relu, where, options, image_size)
         _calibrate(model, original, report, calibrate)
