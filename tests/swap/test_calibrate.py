@@ -139,3 +139,18 @@ def test_some_blocks_of_a_body_and_bad_input() -> None:
     report = tokamix.swap_mixer(model, "sima", where=["blocks.1.mixer"])
     assert list(report.replaced) == ["blocks.1.mixer"]
     assert [type(block.mixer).__name__ for block in model.blocks] == ["SoftmaxAttention", "SimASelfAttention"]
+
+
+def test_class_tokens_of_mixers_on_a_grid() -> None:
+    """They attend as before the swap: fitting the patch tokens must not spoil what the classifier sees."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, num_heads=3, depth=1)
+    x, outputs = torch.randn(32, 3, 32, 32), []
+    original = copy.deepcopy(model.eval())
+    tokamix.swap_mixer(model, "linformer", calibrate=x)
+    for network in (original, model):
+        network.blocks[0].attn.register_forward_hook(lambda module, args, output: outputs.append(output[:, 0]))
+        network(x)
+    target, fitted = outputs
+    error = (fitted - target).square().sum() / (target - target.mean(0)).square().sum()
+    assert error < 0.2, "0.83 if all tokens weigh the same"

@@ -268,11 +268,13 @@ class OutputFit:
         self.energy: Any = 0.0
         self.mean: Any = 0.0
         self.error: Any = 0.0  # of a mixer without an output projection
-        self.count = 0
+        self.count = 0.0  # sum of the weights of the tokens
 
     def add(self, args: Any, kwargs: Any, output: Any) -> None:
         """Add the features and targets of a batch of tokens."""
         target = _tokens(output)
+        weight = self._row_weights(output, target)
+        self.mean, self.count = self.mean + (weight * target).sum(0), self.count + float(weight.sum())
         if self.parent is None:
             self.error = self.error + (_tokens(self.mixer(*args, **kwargs)) - target).square().sum()
         else:
@@ -283,10 +285,24 @@ class OutputFit:
             finally:
                 setattr(self.parent, self.name, projection)
             features = torch.cat([features, torch.ones_like(features[:, :1])], 1)
+            root = weight.sqrt()
+            features, target = features * root, target * root
             self.gram = self.gram + features.T @ features
             self.product = self.product + features.T @ target
-        self.energy, self.mean = self.energy + target.square().sum(), self.mean + target.sum(0)
-        self.count += len(target)
+        self.energy = self.energy + target.square().sum()
+
+    def _row_weights(self, output: Any, target: Tensor) -> Tensor:
+        """Weights (rows, 1) of the tokens.
+
+        Prefix tokens of mixers on a grid attend as before the swap: together they weigh as much as the patch tokens, so
+        that the fit to these does not spoil the class token.
+        """
+        weight = torch.ones_like(target[:, :1])
+        prefix, product = getattr(self.mixer, "prefix", 0), getattr(self.mixer, "mixer", None)
+        if self.parent is not None and prefix and getattr(product, "on_grid", False):
+            tokens = (output[0] if isinstance(output, tuple) else output).shape[-2]
+            weight.view(-1, tokens)[:, :prefix] = max(1.0, (tokens - prefix) / prefix)
+        return weight
 
     def solve(self) -> float:
         """Rewrite the output projection; returns the relative error."""
