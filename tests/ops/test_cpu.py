@@ -129,6 +129,8 @@ def test_batch_norm() -> None:
 CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
     "optimizer": lambda layer: torch.optim.SGD(layer.parameters(), 0.5).step(),
     "data, in place": lambda layer: layer.weight.data.mul_(0.9),
+    "data, one row": lambda layer: layer.weight.data[17].add_(1),
+    "data, one column": lambda layer: layer.weight.data[:, 11].add_(1),
     "data, replaced": lambda layer: setattr(layer.weight, "data", torch.randn(40, 24)),
     "state dict": lambda layer: layer.load_state_dict(nn.Linear(24, 40).state_dict()),
     "new parameter": lambda layer: setattr(layer, "weight", nn.Parameter(torch.randn(40, 24))),

@@ -18,7 +18,6 @@ from tokamix.ops import dispatch
 
 MAX_PACKED_ROWS = 1024  # with more rows, reordering the weights takes little of the product's time
 MIN_PRODUCTS = 4_000_000  # a call of oneDNN takes longer to set up than one of PyTorch's own matrix product
-PROBES = 16  # elements of a weight that are compared with those that were packed
 
 _AVAILABLE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -28,7 +27,7 @@ class _Packed(NamedTuple):
     kind: str
     address: int
     version: int
-    probe: Tensor  # a view of a few elements of the weight
+    probe: Tensor  # a view of elements of each row and column of the weight
     values: Tensor  # what they were
     weight: Tensor  # the packed one
 
@@ -94,8 +93,8 @@ def conv(
 def _pack(weight: Tensor, kind: str, pack: Callable[[], Tensor]) -> Tensor:
     """The packed weight, from the cache if the weight has not changed since.
 
-    PyTorch counts changes, but not those made through `weight.data`: a moving average of weights is often written that
-    way. So a few elements are compared as well.
+    PyTorch counts changes, but not those made through `weight.data`, as moving averages and pruning often do. So an
+    element of each row and of most columns is compared as well; all of them would take a tenth of the model's time.
     """
     key = id(weight)
     found = _packed.get(key)
@@ -103,7 +102,8 @@ def _pack(weight: Tensor, kind: str, pack: Callable[[], Tensor]) -> Tensor:
         return found.weight
     if weight.is_inference() or not weight.is_contiguous():  # changes are not counted, or the elements not adjacent
         return pack()
-    probe = weight.detach().view(-1)[:: max(1, weight.numel() // PROBES)]
+    rows = weight.shape[0]
+    probe = weight.detach().view(-1)[:: max(1, min(rows, weight.numel() // rows) - 1)]  # of each row and column
     source = weakref.ref(weight, lambda _: _packed.pop(key, None))
     _packed[key] = _Packed(source, kind, weight.data_ptr(), weight._version, probe, probe.clone(), pack())
     return _packed[key].weight
