@@ -236,6 +236,9 @@ def speed_lines(rows: list[dict[str, str]]) -> list[str]:
         "",
         *bar_lines(rows),
         "",
+        "The first two rows differ by what eager mode gained over the authors' operators: the faster eager mode is, the"
+        " less a file gains.",
+        "",
         "## Latency",
         "",
         "- **eager**: the model in PyTorch, `model(images)`, BatchNorms folded.",
