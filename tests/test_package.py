@@ -37,7 +37,7 @@ ORDER = (
         "cost",
         "swap",
     ),
-    *("models", "checkpoint", "runtimes", "inference", "recipes", "data", "dense", "predict", "embed", "evaluate"),
+    *("checkpoint", "models", "runtimes", "inference", "recipes", "data", "dense", "predict", "embed", "evaluate"),
     *("vqa", "train", "transfer", "probe", "explain", "export", "bench", "study", "compare", "convert"),
     *("demo", "studio", "cli", "__main__"),
 )

@@ -18,6 +18,7 @@ class Mlp(layers.Mlp):
 
 def add_scaled(x: Tensor, branch: Tensor, scale: Tensor, drop_path: nn.Module) -> Tensor:
     """x + drop_path(scale * branch); in inference mode in one operator, whose backward pass would need more."""
-    if torch.is_inference_mode_enabled() and not drop_path.training:
+    # a compiler fuses these by itself, and cannot trace the question
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled() and not drop_path.training:
         return torch.addcmul(x, branch, scale)
     return x + drop_path(scale * branch)
