@@ -28,7 +28,7 @@ from tokamix.bench.rows import RowFile
 from tokamix.bench.suites import CASES
 
 CONTEXT = multiprocessing.get_context("spawn")
-COMPILE_SECONDS = 280  # after which the compiled models are timed, even if others still compile
+COMPILE_SECONDS = 280
 TURNS, TURN_SECONDS = 3, 0.5
 STOP_SECONDS = 20
 
@@ -94,7 +94,10 @@ class Worker:
 
 
 def measure(
-    creates: dict[str, Callable[[], Any]], end: float = math.inf, log: Callable[[str], object] = print
+    creates: dict[str, Callable[[], Any]],
+    end: float = math.inf,
+    log: Callable[[str], object] = print,
+    compile_seconds: float | None = None,
 ) -> list[Worker]:
     """Compile the models of a group at the same time, then check and time them in turn.
 
@@ -102,13 +105,14 @@ def measure(
         creates: label -> function that creates a `tokamix.bench.models.Timed`.
         end: value of `time.monotonic()` after which no further turn begins.
         log: called with one line per event.
+        compile_seconds: time after which the compiled models are timed, even if others still compile.
     """
     with ExitStack() as stack:
         workers = [Worker(label, create) for label, create in creates.items()]
         for worker in workers:
             stack.callback(worker.close)
         compiling = {worker.connection: worker for worker in workers}
-        stop = min(time.monotonic() + COMPILE_SECONDS, end)
+        stop = min(time.monotonic() + (compile_seconds or COMPILE_SECONDS), end)
         while compiling and (left := stop - time.monotonic()) > 0:
             for connection in wait(list(compiling), timeout=left):
                 worker = compiling.pop(connection)

@@ -1,8 +1,13 @@
 """`tokamix bench MODELS` and `tokamix pick`: rows, the correctness gate, failures, recommendations."""
 
 import csv
+import importlib
 import math
+import statistics
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +22,9 @@ from tokamix.bench.runtimes import RuntimeRow
 class Small(nn.Module):
     num_classes = 3
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 4) -> None:
         super().__init__()
-        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 3)
+        self.conv, self.head = nn.Conv2d(3, width, 3), nn.Linear(width, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.conv(x).sigmoid().mean((2, 3)))
@@ -56,6 +61,53 @@ def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtimes, "_create_call", lambda *args: lambda: torch.zeros(1, 3))
     assert not list(runtimes.measure_runtimes(["stvit_small"], [8], seconds=0, log=lines.append))
     assert "not timed, because the result is wrong" in lines[0]
+
+
+def test_every_model_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of one class are compiled each, beyond Dynamo's limit of 8 graphs for a function."""
+    graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    monkeypatch.setattr(runtimes, "create_for_size", lambda name, size: Small(int(name)).eval())
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    rows = list(runtimes.measure_runtimes([*"123456789"], [8], [1], ["compile"], seconds=0, log=lambda _: None))
+    assert len(rows) == graphs == 9
+
+
+def test_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = partial(runtimes.measure_runtimes, ["a"], [8], [1], ["onnx"], seconds=0, folder=tmp_path)
+    assert len(list(measure())) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["a_onnx_8_1.onnx"]
+    monkeypatch.setattr(runtimes, "export", None)
+    assert len(list(measure())) == 1
+
+
+def test_aoti_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """benchmarks/aoti.py: a model is prepared, timed in turns, and its row stands on the page."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    script: Any = importlib.import_module("aoti")
+    timed = script.TimedRuntime("a", "eager", 2, "cpu")
+    timed.first_call()
+    assert timed.check() < 1e-5
+    for _ in range(2):
+        timed.time(0.0)
+    assert len(timed.times) == 2 * script.MIN_CALLS
+    row = timed.row.as_dict()
+    assert row["milliseconds"] == statistics.median(timed.times)
+    assert row["images_per_second"] == pytest.approx(2e3 / row["milliseconds"])
+    with pytest.raises(RuntimeError, match="a aoti 224 px, batch 1: FAILED"):
+        script.TimedRuntime("a", "aoti", 1, "nowhere").first_call()
+    lines = importlib.import_module("deploy").aoti_lines(
+        [
+            dict.fromkeys(script.COLUMNS, "1") | {"hardware": "GPU", "torch": "2", "runtime": name, "milliseconds": ms}
+            for name, ms in (("eager", "6"), ("compile", "3"), ("aoti", "2"))
+        ]
+    )
+    assert lines[-1] == "| 1 | 1 | aoti | 2 | 100% | 1 | 3.00 | 1.50 |"
 
 
 def test_bad_input() -> None:

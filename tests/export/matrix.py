@@ -16,6 +16,7 @@ import tokamix
 from tests.export.test_int8 import check_accuracy
 from tests.models.test_contract import create_shallow
 from tokamix.export import ExportReport, export, run
+from tokamix.export.graph import create_graph
 from tokamix.export.write import SUFFIX
 from tokamix.inference import InferenceConfig
 
@@ -89,6 +90,16 @@ def test_aoti(name: str, precision: str, write: Write) -> None:
     model, config = create_classifier(name)
     error = write(model, "aoti", size=64, config=config, precision=precision).checks[0].error
     assert error < {"fp32": 1e-5, "bf16": 5e-2}[precision]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_device(name: str) -> None:
+    """A graph for a GPU has no constants on the CPU; here the device is "meta", which needs no GPU."""
+    model, config = create_classifier(name)
+    graph = create_graph(model, config, False, False, "bf16").to("meta")
+    program = run.trace(graph, (64, 96), 1, config, name, "aoti")
+    values = [node.meta["val"] for node in program.graph.nodes if "val" in node.meta]
+    assert {value.device.type for value in values if isinstance(value, torch.Tensor)} == {"meta"}
 
 
 @pytest.mark.parametrize("body", BODIES)

@@ -231,3 +231,26 @@ def test_bad_input() -> None:
         active_gather_joint(x, torch.zeros(1, 3, 2, 6))
     with pytest.raises(RuntimeError, match="cannot run on the triton backend"):
         active_gather(x.double(), x.double(), 1, backend="triton")
+
+
+class Gather(torch.nn.Module):
+    def forward(self, x: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+        return active_gather_axes(x, offset)
+
+
+@pytest.mark.parametrize("side", [40, 33])
+def test_exported_in_bfloat16(side: int) -> None:
+    """Positions are computed in float32, as in eager mode: bfloat16 has quarters of a token from 32 on."""
+    x, offset = inputs((1, 40, side, 8), 4, axes=2, dtype=torch.bfloat16)
+    program = torch.export.export(Gather(), (x, offset))
+    for exported, eager in zip(program.module()(x, offset), active_gather_axes(x, offset), strict=True):
+        assert exported.dtype == torch.bfloat16
+        torch.testing.assert_close(exported, eager, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("width", [4, 6])
+def test_exported_on_another_device(width: int) -> None:
+    """A graph traced for a GPU holds no constants on the CPU; here the device is "meta"."""
+    x, offset = (tensor.to("meta") for tensor in inputs((1, 4, width, 8), 4, axes=2))
+    program = torch.export.export(Gather(), (x, offset))
+    assert all(constant.is_meta for constant in program.constants.values())

@@ -7,7 +7,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,7 +60,7 @@ class RuntimeRow:
     spread: float  # half the range between the quartiles, as a fraction of the median
     images_per_second: float
     speedup: float  # over eager in the same run; NaN without eager
-    memory_gb: float  # peak on a GPU; resident memory that loading and one call added on a CPU
+    memory_gb: float  # that loading and one call added: the peak on a GPU (not known of aoti), resident on a CPU
     joules_per_image: float  # NaN where the device does not tell its power
     parameters: int
     macs: int
@@ -98,11 +98,12 @@ def measure_runtimes(
     device: str = "cpu",
     seconds: float = 5.0,
     log: Callable[[str], None] = print,
+    folder: Path | None = None,
 ) -> Iterator[RuntimeRow]:
     """Check and time models; the models and runtimes of one size and batch run in turn, so that load hits all alike.
 
-    int8 is calibrated on random images here: its speed is right, its accuracy is not judged. A model that fails in a
-    runtime is logged and left out.
+    On a GPU everything runs in bf16, on a CPU in fp32 unless the runtime says otherwise. int8 is calibrated on random
+    images here: its speed is right, its accuracy is not judged. A model that fails in a runtime is logged and left out.
 
     Args:
         models: names, ours or timm's; a segmenter or detector is RECIPE:BACKBONE, as in atmnet_upernet:atmnet_tiny.
@@ -112,13 +113,30 @@ def measure_runtimes(
         device: "cpu" or "cuda".
         seconds: time for each size and batch, divided among all.
         log: called with a line for each preparation and failure.
+        folder: where exported files are kept; files that it holds already are not written again. Default: not kept.
     """
     check_runtimes(runtimes, device)
     for size in sizes:
         for batch in batches:
-            with tempfile.TemporaryDirectory() as folder:
-                cases = list(_prepare(models, size, batch, runtimes, device, Path(folder), log))
+            with tempfile.TemporaryDirectory() as temporary, _compilation(len(models), runtimes):
+                cases = list(prepare_calls(models, size, batch, runtimes, device, folder or Path(temporary), log))
                 yield from _time_in_turn(cases, seconds)
+
+
+@contextmanager
+def _compilation(models: int, runtimes: Sequence[str]) -> Iterator[None]:
+    """Let torch.compile make a graph for each model.
+
+    Models may share a `forward`. After 8 graphs of one function, Dynamo runs it without compilation: its result would
+    be right, and its time that of eager mode.
+    """
+    kinds = sum(name in ("compile", "graphs") for name in runtimes)
+    if not kinds:
+        yield
+        return
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=8 + kinds * models):
+        yield
 
 
 def create_for_size(name: str, size: int) -> nn.Module:
@@ -155,7 +173,7 @@ def _config(model: nn.Module) -> InferenceConfig:
     return InferenceConfig.from_model(model).replace(crop_pct=1.0)
 
 
-def _prepare(
+def prepare_calls(
     names: Sequence[str],
     size: int,
     batch: int,
@@ -164,6 +182,7 @@ def _prepare(
     folder: Path,
     log: Callable[[str], None],
 ) -> Iterator[tuple[RuntimeRow, Callable[[], object]]]:
+    """Create, export or compile models, check their outputs, and yield rows without times with the calls to time."""
     for name in names:
         torch.manual_seed(0)
         model = create_for_size(name, size)
@@ -179,7 +198,7 @@ def _prepare(
         counts = (parameters, count_macs(network, size), count_exp(network, size).total())
         for runtime in runtimes:
             label = f"{name} {runtime} {size} px, batch {batch}"
-            start, resident = time.perf_counter(), _resident_gb()
+            start, before = time.perf_counter(), _used_gb(device)
             try:
                 path = folder / f"{name.replace(':', '_')}_{runtime}_{size}_{batch}"
                 call = _create_call(runtime, folded, model, config, images, device, path)
@@ -189,11 +208,11 @@ def _prepare(
             except Exception as problem:  # the others must still be measured
                 log(f"{label}: FAILED, {type(problem).__name__}: {str(problem).splitlines()[0][:200]}")
                 continue
-            memory = peak_gb(call) if device == "cuda" else _resident_gb() - resident
+            memory = _used_gb(device) if device == "cpu" else math.nan if runtime == "aoti" else peak_gb(call)
             log(f"{label}: ready after {time.perf_counter() - start:.0f} s, relative error {error:.0e}")
             head = (name, runtime, device, size, batch)
             nan = math.nan
-            yield RuntimeRow(*head, nan, nan, nan, nan, memory, nan, *counts, error), call
+            yield RuntimeRow(*head, nan, nan, nan, nan, memory - before, nan, *counts, error), call
 
 
 def _create_call(
@@ -213,18 +232,20 @@ def _create_call(
         options: dict[str, Any] = (
             {"data": _random_data(size[0], len(config.class_names))} if precision == "int8" else {}
         )
-        report = export(
-            model,
-            path.with_name(path.name + SUFFIX[target]),
-            to=target,  # type: ignore[arg-type]
-            size=size,
-            batch=len(images),
-            precision=precision,  # type: ignore[arg-type]
-            config=config,
-            device=device if target == "aoti" else "cpu",  # type: ignore[arg-type]
-            **options | ({"max_drop": 101, "keep_layers": 0} if options else {}),
-        )
-        network: Any = load_exported(report.path, device).run
+        file = path.with_name(path.name + SUFFIX[target])
+        if not file.is_file():
+            export(
+                model,
+                file,
+                to=target,  # type: ignore[arg-type]
+                size=size,
+                batch=len(images),
+                precision=precision,  # type: ignore[arg-type]
+                config=config,
+                device=device if target == "aoti" else "cpu",  # type: ignore[arg-type]
+                **options | ({"max_drop": 101, "keep_layers": 0} if options else {}),
+            )
+        network: Any = load_exported(file, device).run
         images = images.to(device if target == "aoti" else "cpu")
     else:
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -232,7 +253,7 @@ def _create_call(
         if runtime == "graphed":
             network = graphed(network)
         elif runtime != "eager":
-            network = torch.compile(network, mode="reduce-overhead" if runtime == "graphs" else None)
+            network = torch.compile(network, dynamic=False, mode="reduce-overhead" if runtime == "graphs" else None)
 
     def run() -> Any:
         with torch.inference_mode():
@@ -300,7 +321,9 @@ def _outputs(outputs: Any) -> list[Tensor]:
     return [value.float().cpu() if value.is_floating_point() else value.cpu() for value in values]
 
 
-def _resident_gb() -> float:
+def _used_gb(device: str) -> float:
+    if device == "cuda":  # by PyTorch; AOTInductor allocates weights itself
+        return torch.cuda.memory_allocated() / 1e9
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e9

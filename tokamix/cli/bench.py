@@ -18,7 +18,7 @@ def bench(
     runtime: Annotated[
         str,
         typer.Option(
-            help="With models: eager,graphed,compile,graphs,onnx,onnx-int8,openvino,openvino-bf16,openvino-int8."
+            help="With models: eager,graphed,compile,graphs,onnx,onnx-int8,openvino,openvino-bf16,openvino-int8,aoti."
         ),
     ] = "",
     seconds: Annotated[float, typer.Option(min=0, help="With models: time of each size and batch.")] = 10.0,

@@ -44,16 +44,18 @@ def plan_exported(x: Tensor, offset: Tensor) -> GatherPlan:
     `rows` holds the left rows only, (B, H, W, 2 G), `fractions` one tensor (B, H, W, 2 G, 1).
     """
     (batch, height, width, _), groups = x.shape, offset.shape[-1] // 2
-    stride = _strides(width, groups)
-    b, y, column, g = torch.meshgrid(*(torch.arange(n) for n in (batch, height, width, groups)), indexing="ij")
+    stride = _strides(width, groups, x.device)
+    sides = (torch.arange(n, device=x.device) for n in (batch, height, width, groups))
+    b, y, column, g = torch.meshgrid(*sides, indexing="ij")
     base = (b * (height + 2 * PAD) + y + PAD) * stride[-1] + (column + PAD) * groups + g
     own = torch.cat([column, y], -1)
     base = torch.cat([base, base], -1) - own * stride  # the own position is in the index already
-    position = offset + own.to(offset)
+    exact = offset.to(torch.promote_types(offset.dtype, torch.float32))  # bfloat16 rounds positions to quarters
+    position = exact + own.to(exact)
     if height == width:
         position = position.clamp(-PAD, height)
     else:
-        limit = torch.tensor([width] * groups + [height] * groups, dtype=offset.dtype)
+        limit = torch.tensor([width] * groups + [height] * groups, dtype=exact.dtype, device=x.device)
         position = torch.minimum(position, limit).clamp_min(-PAD)
     left = position.floor()
     index = base + left.long().clamp(-PAD, max(height, width)) * stride  # clamped again because of NaN
@@ -64,16 +66,16 @@ def gather_exported(x: Tensor, plan: GatherPlan) -> tuple[Tensor, Tensor]:
     """`active_gather_axes` with a plan of `plan_exported`."""
     (fraction,) = plan.fractions
     rows = _pad(x).reshape(-1, 2 * x.shape[-1] // fraction.shape[-2])
-    steps = _strides(x.shape[2], fraction.shape[-2] // 2)
+    steps = _strides(x.shape[2], fraction.shape[-2] // 2, x.device)
     left, right = (F.embedding(index, rows) for index in (plan.rows, plan.rows + steps))  # (B, H, W, 2 G, C / G)
-    samples = (left + fraction * (right - left)).flatten(3)  # (B, H, W, 2 C)
+    samples = (left + fraction * (right - left)).to(x.dtype).flatten(3)  # (B, H, W, 2 C)
     along_width, along_height = samples.chunk(2, -1)
     return along_width, along_height
 
 
-def _strides(width: int, groups: int) -> Tensor:
+def _strides(width: int, groups: int, device: torch.device) -> Tensor:
     """The distance of a row's right neighbour along the width, then along the height, for each group."""
-    return torch.tensor([groups] * groups + [(width + 2 * PAD) * groups] * groups)
+    return torch.tensor([groups] * groups + [(width + 2 * PAD) * groups] * groups, device=device)
 
 
 def active_gather_joint(x: Tensor, offset: Tensor) -> Tensor:
