@@ -335,7 +335,7 @@ def test_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_command(tmp_path: Path) -> None:
     assert "fair_comparison" in call("study")
     plan = call("study", "fair_comparison", "--plan", "--jobs", 6, "-o", tmp_path)
-    assert "can start: tune column_softmax seed 0 lr x 0.5" in plan
+    assert "can start: tune pyramid_softmax seed 0 lr x 1" in plan
     assert "left: 126 runs" in plan
     assert "with 6 at a time" in plan
     assert "5 seeds of each arm resolve a difference of 0.6 points" in plan

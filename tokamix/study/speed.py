@@ -5,7 +5,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tokamix.bench.timing import median_ms
-from tokamix.compile import compile_blocks
+from tokamix.compile import compile_blocks, graphed
 from tokamix.files import write_json
 from tokamix.recipes import Recipe, create_recipe
 from tokamix.study.processes import Process, send, start_process, stop_processes
@@ -41,6 +40,8 @@ def measure_speeds(
     say: Callable[[str], object] = print,
 ) -> list[Row]:
     """Measure training at the arms' own size and inference at the study's sizes, and return all rows.
+
+    On a GPU both are compiled and replay CUDA graphs: training under autocast, inference with bfloat16 weights.
 
     Each measurement is a row of NAME_speed.csv at once and is not repeated. Nothing else should run on the device.
 
@@ -155,18 +156,18 @@ def _create_step(recipe: Recipe, mode: str, size: int, changes: Row, batch: int,
     cuda = device == "cuda"
     arguments = {**recipe.model_kwargs, **changes}
     model, _ = create_classifier(None, recipe.replace(image_size=size, model_kwargs=arguments), CLASSES)
-    model = model.to(device).train(mode == "train")
-    optimizer = create_optimizer(model, recipe, torch.device(device)) if mode == "train" else None
+    training = mode == "train"
+    dtype = torch.bfloat16 if cuda and not training else torch.float32
+    model = model.to(device, dtype).train(training)
+    optimizer = create_optimizer(model, recipe, torch.device(device)) if training else None
     if cuda:
-        compile_blocks(model, graphs=mode == "train")
-    images = torch.randn(batch, 3, size, size, device=device)
+        compile_blocks(model, graphs=training)
+    network = model if training else graphed(model, clone=False)  # small networks wait for the host without graphs
+    images = torch.randn(batch, 3, size, size, device=device, dtype=dtype)
     labels = torch.randint(CLASSES, (batch,), device=device)
 
-    def autocast() -> Any:
-        return torch.autocast(device, torch.bfloat16) if cuda else nullcontext()
-
     def train() -> None:
-        with autocast():
+        with torch.autocast(device, torch.bfloat16, enabled=cuda):
             loss = F.cross_entropy(model(images), labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -174,12 +175,12 @@ def _create_step(recipe: Recipe, mode: str, size: int, changes: Row, batch: int,
         model.zero_grad(set_to_none=True)
 
     def infer() -> None:
-        with torch.inference_mode(), autocast():
-            model(images)
+        with torch.inference_mode():
+            network(images)
 
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    return train if mode == "train" else infer
+    return train if training else infer
 
 
 def main() -> None:
