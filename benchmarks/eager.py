@@ -7,7 +7,7 @@ batch 128 and batch 1 with bfloat16 weights and folded batch norms. All models o
 round after round; a row is the median over the rounds. `--light` chooses our operators' light path ("on"), the
 registered operators ("off"), or both, whose logits and gradients are compared first. Kernels are compiled beforehand,
 in one process for each model. `host_ms` is the time until Python has queued a step: near `ms`, the host limits the
-speed.
+speed. `peak_gb` is the largest memory of a step, weights and images included.
 
 Writes a row to `--output` as soon as it is finished; and to `<output>_ops.csv` the operators that take most of the
 host's time in one step and the kernels that take most of the GPU's, without what they call, in microseconds. For a
@@ -43,7 +43,10 @@ SHARES = {"train": 0.45, "one image": 0.3, "infer": 0.25}  # of the time for tim
 PROFILE_SECONDS = 40  # kept for profiles
 ROUNDS = 7
 TOP = 15  # operators of a profile
-FIELDS = ("model", "mode", "light", "batch", "ms", "host_ms", "images_per_second", "spread", "rounds", "versions")
+FIELDS = (
+    *("model", "mode", "light", "batch", "ms", "host_ms", "images_per_second", "spread", "rounds", "peak_gb"),
+    *("date", "versions"),
+)
 OPERATOR_FIELDS = ("model", "mode", "light", "where", "operator", "calls", "microseconds")
 
 Case = tuple[str, bool]  # model, light
@@ -118,6 +121,22 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def allocated(device: str) -> int:
+    """Bytes that tensors occupy."""
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+def memory_of(step: Step, device: str) -> int:
+    """Bytes that a step needs besides what is allocated before it."""
+    if device != "cuda":
+        return 0
+    before = allocated(device)
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def time_steps(step: Step, steps: int, device: str) -> tuple[float, float]:
     """Milliseconds of a step, and until it is queued."""
     synchronize(device)
@@ -131,11 +150,14 @@ def time_steps(step: Step, steps: int, device: str) -> tuple[float, float]:
 
 def measure(cases: list[Case], mode: str, batch: int, device: str, until: float) -> Iterator[dict[str, Any]]:
     """Time the cases in turn, until all rounds are done or time is up."""
-    built = {}
+    built, peaks = {}, {}
     for name in dict(cases):
         try:
+            before = allocated(device)
             step, result = build(name, mode, batch, device)
             step()
+            own = allocated(device) - before
+            peaks[name] = own + memory_of(step, device)
             if name in OURS:
                 check(name, result)
             built[name] = step
@@ -162,6 +184,8 @@ def measure(cases: list[Case], mode: str, batch: int, device: str, until: float)
             "images_per_second": f"{count / ms * 1e3:.0f}",
             "spread": f"{(max(totals) - min(totals)) / ms:.3f}",
             "rounds": len(pairs),
+            "peak_gb": f"{peaks[name] / 1e9:.2f}" if device == "cuda" else "",
+            "date": time.strftime("%Y-%m-%d"),
             "versions": versions,
         }
 

@@ -1,15 +1,17 @@
 """Models compiled at the same time, each in its own process, then timed in turn: ours and peers interleaved.
 
-    python benchmarks/models_together.py targets --deadline 540    # results/targets.csv: the table of speed targets
+    python benchmarks/models_together.py targets --deadline 400    # results/targets.csv: the table of speed targets
     python benchmarks/models_together.py models                    # results/models.csv, like `tokamix bench`
 
 Compilation takes most of the time and little of the GPU, so on a rented GPU this is several times cheaper than
 `tokamix bench`. Groups of models run one after the other, most wanted first; the models of a group take several turns
 each. Rows are written group by group, and the same command again measures what is missing. The first call of a model
 (`first_call_s`) is measured with empty caches and two compiler threads, while the others of its group compile.
+`--profile REGEX` writes the slowest kernels of the models whose labels match to results/<suite>_kernels.csv.
 """
 
 import argparse
+import csv
 import math
 import multiprocessing
 import os
@@ -26,11 +28,13 @@ import torch
 
 from tokamix.bench.rows import RowFile
 from tokamix.bench.suites import CASES
+from tokamix.bench.timing import list_costs
 
 CONTEXT = multiprocessing.get_context("spawn")
 COMPILE_SECONDS = 280
 TURNS, TURN_SECONDS = 3, 0.5
 STOP_SECONDS = 20
+KERNELS = 15  # of a profile
 
 
 def work(create: Callable[[], Any], parent: Connection) -> None:
@@ -40,6 +44,9 @@ def work(create: Callable[[], Any], parent: Connection) -> None:
         timed.first_call()
         parent.send(None)
         while (command := parent.recv()) != "stop":
+            if command == "profile":
+                parent.send(list_costs(timed.step, timed.device))
+                continue
             if command == "check":
                 timed.check()
             else:
@@ -56,6 +63,7 @@ class Worker:
 
     def __init__(self, label: str, create: Callable[[], Any]) -> None:
         self.label, self.row, self.problem = label, {}, ""
+        self.costs: list[tuple[str, int, float]] = []  # of its kernels, the slowest first
         self.caches = tempfile.TemporaryDirectory()
         os.environ |= {
             "TORCHINDUCTOR_COMPILE_THREADS": "2",
@@ -74,6 +82,8 @@ class Worker:
             answer = "FAILED, its process died"
         if isinstance(answer, str):
             self.problem = answer
+        elif isinstance(answer, list):
+            self.costs = answer
         elif answer:
             self.row = answer
 
@@ -98,6 +108,7 @@ def measure(
     end: float = math.inf,
     log: Callable[[str], object] = print,
     compile_seconds: float | None = None,
+    profiled: str = "",
 ) -> list[Worker]:
     """Compile the models of a group at the same time, then check and time them in turn.
 
@@ -106,6 +117,7 @@ def measure(
         end: value of `time.monotonic()` after which no further turn begins.
         log: called with one line per event.
         compile_seconds: time after which the compiled models are timed, even if others still compile.
+        profiled: regular expression of the labels that are profiled after they were timed; "" for none.
     """
     with ExitStack() as stack:
         workers = [Worker(label, create) for label, create in creates.items()]
@@ -124,7 +136,22 @@ def measure(
             for worker in workers:
                 if not worker.problem and (turn < 2 or time.monotonic() < end):  # at least one turn each
                     worker.ask(command)
+        for worker in workers:
+            if profiled and re.search(profiled, worker.label) and not worker.problem and time.monotonic() < end:
+                worker.ask("profile")
     return workers
+
+
+def write_kernels(path: Path, worker: Worker) -> None:
+    """Append the slowest kernels of a model and the sum of all."""
+    is_new = not path.exists()
+    everything = ("all", sum(times for _, times, _ in worker.costs), sum(ms for _, _, ms in worker.costs))
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if is_new:
+            writer.writerow(("label", "kernel", "calls", "milliseconds"))
+        for name, times, ms in (everything, *worker.costs[:KERNELS]):
+            writer.writerow((worker.label, name[:100], times, f"{ms:.4f}"))
 
 
 def main() -> None:
@@ -134,6 +161,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("results"), help="folder of the CSV file")
     parser.add_argument("--only", default="", help="regular expression that labels must match")
     parser.add_argument("--deadline", type=float, default=math.inf, help="seconds after which no group or turn begins")
+    parser.add_argument("--profile", default="", help="regular expression of the labels whose kernels are listed")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = RowFile(options.output / f"{options.suite}.csv", keep=True)
@@ -149,9 +177,11 @@ def main() -> None:
         if time.monotonic() > start + options.deadline:
             log(f"deadline: {len(creates)} rows of {group!r} are missing; run the same command again")
             continue
-        for worker in measure(creates, start + options.deadline, log):
+        for worker in measure(creates, start + options.deadline, log, profiled=options.profile):
             if not worker.problem:
                 rows.append(worker.label, worker.row, device)
+            if worker.costs:
+                write_kernels(options.output / f"{options.suite}_kernels.csv", worker)
             log(f"{worker.label}: {worker.problem or worker.row}")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.processes import CONTEXT
 from tokamix.bench.models import ModelRow, Timed
@@ -20,7 +21,7 @@ class Counted(Timed):
     device = "cpu"
 
     def __init__(self, name: str, log: Path, fault: str = "") -> None:
-        self.log, self.fault, self.step = log, fault, lambda: None
+        self.log, self.fault, self.step = log, fault, lambda: torch.zeros(2).add(1)
         self.row = ModelRow(name, "infer", 224, 8, "fp32", "", "auto")
         if fault == "create":
             raise ValueError("no such model")
@@ -63,7 +64,8 @@ def test_turns(together: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     faults = {"a": "", "missing": "create", "dead": "dies", "wrong": "wrong", "b": ""}
     creates = {name: partial(Counted, name, log, fault) for name, fault in faults.items()}
     lines: list[str] = []
-    workers = {worker.label: worker for worker in together.measure(creates, math.inf, lines.append)}
+    found = together.measure(creates, math.inf, lines.append, profiled="^(a|wrong)$")
+    workers = {worker.label: worker for worker in found}
     assert log.read_text().split("\n")[:-1] == ["a check", "wrong check", "b check", *["a time", "b time"] * 3]
     assert workers["a"].row["milliseconds"] == 2
     assert [workers[name].problem for name in ("a", "b")] == ["", ""]
@@ -72,6 +74,12 @@ def test_turns(together: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "the result is wrong" in workers["wrong"].problem
     assert not any(worker.process.is_alive() for worker in workers.values())
     assert "a: compiled" in lines
+    assert [bool(workers[name].costs) for name in faults] == [True, False, False, False, False]
+    together.write_kernels(tmp_path / "kernels.csv", workers["a"])
+    header, first, *rest = (tmp_path / "kernels.csv").read_text().splitlines()
+    assert header == "label,kernel,calls,milliseconds"
+    assert first.startswith("a,all,")
+    assert any(line.startswith("a,aten::add,1,") for line in rest)
 
 
 @pytest.mark.xdist_group("processes")

@@ -50,8 +50,8 @@ def _median_on_cpu(run: Callable[[], object], seconds: float) -> float:
     return statistics.median(times) * 1e3
 
 
-def print_costs(run: Callable[[], object], device: str, calls: int = 1, rows: int = 20) -> None:
-    """Print the total time of `run()` and its slowest kernels (on a CPU: operators)."""
+def list_costs(run: Callable[[], object], device: str, calls: int = 1) -> list[tuple[str, int, float]]:
+    """The kernels of `run()` (on a CPU: operators), the slowest first: name, number and milliseconds of a call."""
     cuda = device == "cuda"
     activity = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
     with profile(activities=[activity]) as record:
@@ -61,11 +61,16 @@ def print_costs(run: Callable[[], object], device: str, calls: int = 1, rows: in
             torch.cuda.synchronize()
     own = attrgetter("self_device_time_total" if cuda else "self_cpu_time_total")
     events = sorted(record.key_averages(), key=own, reverse=True)
-    total, count = sum(map(own, events)), sum(event.count for event in events)
-    print(f"{total / calls / 1e3:.2f} ms, {count // calls} {'kernels' if cuda else 'operators'}")
-    for event in events[:rows]:
-        ms, times = own(event) / calls / 1e3, event.count // calls
-        print(f"{own(event) / total:6.1%} {ms:8.3f} ms {times:5d}x  {event.key[:110]}")
+    return [(event.key, event.count // calls, own(event) / calls / 1e3) for event in events]
+
+
+def print_costs(run: Callable[[], object], device: str, calls: int = 1, rows: int = 20) -> None:
+    """Print the total time of `run()` and its slowest kernels (on a CPU: operators)."""
+    costs = list_costs(run, device, calls)
+    total, count = sum(ms for _, _, ms in costs), sum(times for _, times, _ in costs)
+    print(f"{total:.2f} ms, {count} {'kernels' if device == 'cuda' else 'operators'}")
+    for name, times, ms in costs[:rows]:
+        print(f"{ms / total:6.1%} {ms:8.3f} ms {times:5d}x  {name[:110]}")
 
 
 def peak_gb(run: Callable[[], object]) -> float:
