@@ -16,6 +16,7 @@ trial without a GPU: `--device cpu --batch 1 --models deit_small_sima`.
 
 import argparse
 import csv
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -164,6 +165,8 @@ def measure(cases: list[Case], mode: str, batch: int, device: str, until: float)
         except RuntimeError as error:
             print(f"{name}, {mode}, is left out: {error}", flush=True)
     cases = [case for case in cases if case[0] in built]
+    gc.collect()
+    gc.freeze()  # a collection would walk the modules of all models; a training run has one
     times: dict[Case, list[tuple[float, float]]] = {case: [] for case in cases}
     for i in range(ROUNDS + 1):
         for name, light in cases:

@@ -67,6 +67,7 @@ class Worker:
         self.caches = tempfile.TemporaryDirectory()
         os.environ |= {
             "TORCHINDUCTOR_COMPILE_THREADS": "2",
+            "OMP_NUM_THREADS": "2",  # else each of many processes uses all cores for what runs on the CPU
             "TORCHINDUCTOR_CACHE_DIR": f"{self.caches.name}/inductor",
             "TRITON_CACHE_DIR": f"{self.caches.name}/triton",
         }

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from timm.utils import reparameterize_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -30,7 +31,8 @@ class Tape(TorchDispatchMode):
     def replay(self) -> None:
         for func, args, kwargs, out in self.calls:
             for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
-                old.copy_(new)
+                if isinstance(old, Tensor):
+                    old.copy_(new)
 
     def pool(self) -> None:
         return None
@@ -285,6 +287,20 @@ def test_training_and_gradients_are_refused() -> None:
     with pytest.raises(ValueError, match=r"the model is in training mode; call model\.eval\(\)"):
         fast(x)
     torch.testing.assert_close(fast.eval()(x), expected)
+
+
+@pytest.mark.usefixtures("tape")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("stvit_small", {"dims": (16,) * 4, "depths": (1,) * 4, "num_heads": (1,) * 4}), ("mobileone_s0", {})],
+)
+def test_folded_models_are_recorded(name: str, options: dict[str, Any]) -> None:
+    """`reparameterize_model` leaves new layers in training mode, where it makes no difference."""
+    model = reparameterize_model(tokamix.create_model(name, **options).eval())
+    fast = graphed(model, warm_up=0)
+    x = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(fast(x), model(x))
+    assert fast.recorded == 1
 
 
 @pytest.mark.usefixtures("tape")

@@ -20,11 +20,13 @@ def test_folding(conv: nn.Module) -> None:
     layers.reparameterize()
     assert [type(layer) for layer in layers] == [type(conv), nn.Identity, nn.ReLU]
     assert not layers[0].bias.requires_grad
+    assert all(layer.training for layer in layers)
     torch.testing.assert_close(layers(x), expected)
 
 
 def test_folding_norms_of_higher_precision() -> None:
-    layers = FoldableSequential(nn.Linear(3, 4).bfloat16(), nn.BatchNorm1d(4))
+    layers = FoldableSequential(nn.Linear(3, 4).bfloat16(), nn.BatchNorm1d(4)).eval()
     layers.reparameterize()
+    assert not any(layer.training for layer in layers)
     assert layers[0].bias.dtype == torch.bfloat16
     assert layers(torch.randn(2, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16

@@ -98,9 +98,14 @@ class _Snapshot:
     def is_current(self) -> bool:
         """Whether no module was replaced or set to training mode, and no parameter or buffer replaced or moved."""
         for group, name, child in self.modules:
-            if group.get(name) is not child or (child is not None and child.training):
+            if group.get(name) is not child or (child is not None and _is_training(child)):
                 return False
         return all(_address(group.get(name)) == address for group, name, address in self.tensors)
+
+
+def _is_training(module: nn.Module) -> bool:
+    """Whether a module is in training mode and may depend on it; folded batch norms leave new layers in that mode."""
+    return module.training and not isinstance(module, (nn.Identity, nn.Linear, nn.Conv2d))
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -180,7 +185,7 @@ class Graphed(nn.Module):
             self.reset()
         if self._snapshot is None:
             for name, module in self.model.named_modules():
-                if module.training:
+                if _is_training(module):
                     raise ValueError(f"a graphed model is for inference, but {name} is in training mode; call eval()")
             self._snapshot = _Snapshot(self.model)
         while len(self._recordings) >= self.max_graphs:

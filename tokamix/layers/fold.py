@@ -42,7 +42,7 @@ def fold_into_previous(layer: nn.Conv2d | nn.ConvTranspose2d | nn.Linear, norm: 
     with torch.no_grad():
         layer.weight.mul_(scale.view(shape))
         _set_bias(layer, shift if layer.bias is None else layer.bias * scale + shift)
-    return nn.Identity()
+    return nn.Identity().train(norm.training)
 
 
 def fold_into_next(norm: nn.Module, layer: nn.Linear) -> nn.Module:
@@ -54,7 +54,7 @@ def fold_into_next(norm: nn.Module, layer: nn.Linear) -> nn.Module:
         shift = layer.weight.to(shift.dtype) @ shift
         _set_bias(layer, shift if layer.bias is None else layer.bias + shift)
         layer.weight.mul_(scale)
-    return nn.Identity()
+    return nn.Identity().train(norm.training)
 
 
 def _set_bias(layer: nn.Module, bias: Tensor) -> None:
