@@ -25,6 +25,23 @@ COLORS = {
     "ConvNeXt block": "#aaaaaa",
 }
 PEERS = ("softmax attention", "Swin windows", "ConvNeXt block")
+# ImageNet top-1 that the papers print; none is known for AMixer-T
+PRINTED_TOP1 = {"stvit_small": 83.6, "xcit_small_12_p16_sima": 82.1, "atmnet_tiny": 82.0, "deit_small_sima": 79.8}
+# timm's models of the figure, and where their labels stand: points to the right and up
+TIMM_PLACES = {
+    "caformer_s18": (-8, 4),
+    "efficientvit_l1": (8, 0),
+    "nextvit_small": (8, 5),
+    "convnext_tiny": (-8, -2),
+    "inception_next_tiny": (8, -6),
+    "davit_tiny": (8, 6),
+    "hiera_tiny": (6, 11),
+    "mambaout_tiny": (6, -9),
+    "rdnet_tiny": (-8, 4),
+    "fastvit_sa24": (-8, -6),
+    "swin_tiny": (-8, 0),
+    "deit_small": (-8, 0),
+}
 PANELS = {
     "forward, ms": "graph_ms",
     "forward and backward, ms": "training_graph_ms",
@@ -160,8 +177,9 @@ def scaling_section() -> list[str]:
         return [
             picture,
             "",
-            "Operators alone, batch 4, 384 channels, 15 November 2026. Whole mixers with peers, and images up to"
-            f" 4,096 px: {NOT_MEASURED}.",
+            f"Operators alone, batch 4, 384 channels, 15 November 2026. Whole mixers with peers: {NOT_MEASURED}.",
+            "",
+            *images_table(),
         ]
     scaling_plot(points)
     first, last = (pick(int(r["tokens"]) for r in points) for pick in (min, max))
@@ -261,9 +279,34 @@ def models_plot(sides: Sides) -> None:
     figure.savefig(DOCS / "models.png", dpi=150)
 
 
+def accuracy_plot(sides: Sides) -> None:
+    """ImageNet top-1, as the papers or timm print it, against images per second with CUDA graphs."""
+    figure, axes = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained", sharey=True)
+    for axis, (case, title) in zip(axes, {"infer": "inference", "train": "training"}.items(), strict=True):
+        peers = {name: float(sides.row("infer", name, "timm", "graphs")["note"] or 0) for name in TIMM_PLACES}
+        for color, side, accuracies in (("#b8c4c8", "timm", peers), ("#00798c", "ours", PRINTED_TOP1)):
+            points = [(name, sides.rate(case, name, side, "graphs"), top1) for name, top1 in accuracies.items()]
+            for name, rate, top1 in (point for point in points if point[1]):
+                axis.plot(rate, top1, "o", color=color, ms=9 if side == "ours" else 7)
+                dx, dy = TIMM_PLACES.get(name, (9, -4 if name == "atmnet_tiny" else 4))
+                style = {"weight": "bold"} if side == "ours" else {"color": "#555555"}
+                where = {"xytext": (dx, dy), "textcoords": "offset points", "ha": "left" if dx > 0 else "right"}
+                axis.annotate(name, (rate, top1), fontsize=8, va="center", **where, **style)
+        axis.set(title=title, xlabel="images per second with CUDA graphs, 224 px, batch 128")
+        low, high = axis.get_xlim()
+        axis.set_xlim(low - 0.22 * (high - low), high + 0.22 * (high - low))  # room for the labels
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+    axes[0].set_ylabel("ImageNet top-1 in %, as printed")
+    figure.suptitle("Accuracy against speed on one H200: tokamix (teal) and timm (grey)", fontsize=12)
+    figure.savefig(DOCS / "accuracy_speed.png", dpi=110)
+
+
 def main() -> None:
     sides = Sides()
     models_plot(sides)
+    accuracy_plot(sides)
     environment = (RESULTS / "environment.txt").read_text().strip()
     page = (DOCS / "benchmarks.in.md").read_text()
     for mark, lines in {
