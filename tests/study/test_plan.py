@@ -165,7 +165,7 @@ def test_wrong_files(changes, message: str) -> None:
 
 
 def test_page(tmp_path) -> None:
-    study = toy_study()
+    study = toy_study(figure="toy.png")
     rows = with_runs(study, tuned(study), softmax=[50.0, 50.1, 50.2], sima=[60.0, 60.1, 60.3])
     for row in rows:
         write_row(tmp_path / "toy.csv", row)
@@ -176,6 +176,7 @@ def test_page(tmp_path) -> None:
     )
     assert "| `softmax` | 50.10 ± 0.25 | 3 | 2 | 1 | 0.00 M |  |" in page
     assert "12 runs, 3 minutes on a CPU; commit abc." in page
+    assert f"![{study.title}](toy.png)" in page
     assert "- `fair_comparison`: " in page.partition("## Not run yet")[2]
     assert gpu_minutes(rows) == pytest.approx(12 * 30 / 2 / 60)
 
@@ -223,7 +224,10 @@ def test_studies_share_their_runs(arm: str, others: list[tuple[str, str]]) -> No
     rows = with_runs(fair, tuned(fair), **{arm: [50.0, 50.1, 50.2]})
     for study, name in others:
         other = load_study(study)
-        assert [job.seed for job in list_jobs(other, rows, only=name)] == list(range(13, 10 + other.looks[0]))
+        (tuning,) = list_jobs(other, rows, only=name)  # the one learning rate that the comparison does not try
+        assert (tuning.phase, tuning.lr_factor) == ("tune", 4)
+        known = [*rows, row_of(tuning, 0.0)]
+        assert [job.seed for job in list_jobs(other, known, only=name)] == list(range(13, 10 + other.looks[0]))
         assert set(other.arms[name].probes) <= set(fair.arms[arm].probes)
 
 

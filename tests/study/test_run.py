@@ -315,7 +315,8 @@ def test_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for row in rows:
         write_row(tmp_path / "toy.csv", row)
     found = texts(png, study, tmp_path, monkeypatch)
-    assert found.count("not measured") == 3  # SimA's accuracy, the same after equal time, all speeds
+    assert found.count("not measured") == 2  # SimA's accuracy, and the same after equal time
+    assert not any(text.startswith("Inference") for text in found)
     assert {"50.1", "softmax, 2 epochs", "Accuracy after 2 epochs"} <= set(found)
     speeds = []
     for arm, speed in (("softmax", 100), ("sima", 250)):

@@ -31,7 +31,7 @@ def study(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of NAME.csv.")] = Path("results/studies"),
     runs: Annotated[Path | None, typer.Option(help="Folder for the runs. Default: runs/studies/NAME.")] = None,
     page: Annotated[Path | None, typer.Option(help="Write the page of all studies, docs/claims.md, here.")] = None,
-    figure: Annotated[Path | None, typer.Option(help="Draw a comparison in three panels, as a PNG file here.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Draw a comparison as a PNG file here.")] = None,
     body: Annotated[str, typer.Option(help="With --figure: the arms that start with this, such as column_.")] = "",
     mps: Annotated[bool, typer.Option(help="Share the GPU through NVIDIA's multi-process service.")] = True,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,

@@ -1,11 +1,11 @@
-"""The three panels of a comparison: accuracy after equal epochs and after equal time, speed against resolution."""
+"""The panels of a comparison: accuracy against training speed, accuracy after equal time, speed against resolution."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tokamix.files import write_atomically
-from tokamix.study.plan import equals_its_twin, final_rows
+from tokamix.study.plan import equals_its_twin, final_rows, train_speed
 from tokamix.study.rows import Row, read_all_rows, read_rows, score_of
 from tokamix.study.schema import Study, load_study
 from tokamix.study.statistics import contrast
@@ -15,7 +15,10 @@ METRICS = {"top1": "top-1 in %", "miou": "mIoU in %", "box_ap": "box AP in %"}
 
 
 def draw_figure(study: str | Study, path: str | Path, results: str | Path = "results/studies", body: str = "") -> None:
-    """Draw the arms whose names start with `body`; what has no rows says "not measured".
+    """Draw the arms whose names start with `body`; an arm without runs says "not measured".
+
+    Three panels: accuracy after equal epochs, against the training speed where it is measured; accuracy after equal
+    time; inference speed against resolution, if it is measured.
 
     Args:
         study: a study with speeds.
@@ -39,20 +42,28 @@ def draw_figure(study: str | Study, path: str | Path, results: str | Path = "res
     labels = {name: name.removeprefix(body).replace("_", " ") for name in arms}
     colours = {name: f"C{i % 10}" for i, name in enumerate(study.arms) if name in arms}
 
-    figure = Figure(figsize=(13, 0.8 + 0.38 * max(9, len(arms))), layout="constrained")
-    panels = figure.subplots(1, 3)
+    infer = [row for row in speeds if row["mode"] == "infer" and row["arm"] in arms]
+    figure = Figure(figsize=(13 if infer else 10.5, 0.8 + 0.38 * max(9, len(arms))), layout="constrained")
+    panels: Any = figure.subplots(1, 3 if infer else 2)
     metric = METRICS.get(study.metric, study.metric)
     length = study.arms[arms[0]].settings.get("epochs")
-    _draw_scores(panels[0], [(labels[name], colours[name], epochs[name]) for name in arms])
-    panels[0].set(title=f"Accuracy after {length} epochs", xlabel=_describe(metric, epochs.values()))
+    trained = {name: speed for name in arms if (speed := train_speed(speeds, name)) and epochs[name]}
+    gpus = ", ".join(sorted({row["gpu"] for row in speeds if row.get("gpu")}))
+    panels[0].set(title=f"Accuracy after {length} epochs")
+    if len(trained) == len(arms):
+        _draw_tradeoff(panels[0], [(labels[name], colours[name], epochs[name], trained[name]) for name in arms])
+        panels[0].set(xlabel=f"training on {gpus}, images/s", ylabel=_describe(metric, epochs.values()))
+    else:
+        _draw_scores(panels[0], [(labels[name], colours[name], epochs[name]) for name in arms])
+        panels[0].set(xlabel=_describe(metric, epochs.values()))
     compared = [name for name in arms if timed[name] is not None]
     texts = {name: f"{labels[name]}, {_epochs(timed[name])}" if timed[name] else labels[name] for name in compared}
     scores = {name: scores_of(study, timed[name] or []) for name in compared}
     _draw_scores(panels[1], [(texts[name], colours[name], scores[name]) for name in compared])
     panels[1].set(title="Accuracy after equal time", xlabel=_describe(metric, scores.values()))
-    _draw_speeds(panels[2], [(labels[name], colours[name], name) for name in reversed(arms)], speeds)
-    gpus = {row["gpu"] for row in speeds if row.get("gpu")}
-    panels[2].set(title="Inference" + (f" on {', '.join(sorted(gpus))}" if gpus else ""), ylabel="images/s")
+    if infer:
+        _draw_speeds(panels[2], [(labels[name], colours[name], name) for name in reversed(arms)], infer)
+        panels[2].set(title=f"Inference on {gpus}", ylabel="images/s")
     write_atomically(Path(path), lambda temporary: figure.savefig(temporary, format="png", dpi=130))
 
 
@@ -105,13 +116,26 @@ def _draw_scores(panel: Any, arms: Sequence[tuple[str, str, Sequence[float]]]) -
     panel.grid(alpha=0.3, axis="x")
 
 
-def _draw_speeds(panel: Any, arms: Sequence[tuple[str, str, str]], speeds: Sequence[Row]) -> None:
+def _draw_tradeoff(panel: Any, arms: Sequence[tuple[str, str, Sequence[float], float]]) -> None:
+    """Mean accuracy with its interval against images per second of training."""
+    points = {label: (speed, sum(scores) / len(scores)) for label, _, scores, speed in arms}
+    width, height = (max(axis) - min(axis) for axis in zip(*points.values(), strict=True))
+    for label, colour, scores, speed in arms:
+        mean = points[label][1]
+        error = contrast([scores], [1.0]).interval() if len(scores) > 1 else None
+        panel.errorbar(speed, mean, yerr=error, color=colour, marker="o", capsize=3)
+        crowded = any(
+            0 < x - speed < 0.15 * width and abs(y - mean) < 0.06 * height for x, y in points.values()
+        )  # another label would stand to the right
+        side = {"xytext": (-7, 0), "ha": "right"} if crowded else {"xytext": (7, 0), "ha": "left"}
+        panel.annotate(label, (speed, mean), textcoords="offset points", va="center", fontsize=9, color=colour, **side)
+    panel.margins(x=0.25)
+    panel.xaxis.set_major_formatter("{x:,.0f}")
+    panel.grid(alpha=0.3)
+
+
+def _draw_speeds(panel: Any, arms: Sequence[tuple[str, str, str]], infer: Sequence[Row]) -> None:
     """Images per second against the image's side; the legend has the memory at the largest side."""
-    infer = [row for row in speeds if row["mode"] == "infer" and row["arm"] in [name for _, _, name in arms]]
-    if not infer:
-        panel.annotate(NOT_MEASURED, (0.5, 0.5), xycoords="axes fraction", color="0.5", ha="center")
-        panel.set(xticks=[], yticks=[], xlabel="image side in px")
-        return
     sides = sorted({int(row["size"]) for row in infer})
     for label, colour, name in arms:
         own = {int(row["size"]): row for row in infer if row["arm"] == name}

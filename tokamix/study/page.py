@@ -74,6 +74,8 @@ def render_study(study: Study, rows: Sequence[Row], speeds: Sequence[Row], own: 
     scale = f" {line}." if (line := resolution(study)) else ""
     lines = [f"## {study.title}", "", f"`tokamix study {study.name}`. {study.protocol.strip()}{scale}", ""]
     lines += [f"{len(own)} runs, {_minutes(own)}; commit {', '.join(commits)}.", ""]
+    if study.figure:
+        lines += [f"![{study.title}]({study.figure})", ""]
     if study.claims:
         titles = ("claim", "source", "printed", "ours", "n", "rule", "verdict")
         lines += _table(titles, [_claim_cells(study, verdict) for verdict in verdicts(study, rows, speeds)])

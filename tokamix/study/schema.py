@@ -108,6 +108,7 @@ class Study:
         metric: the metric of the last weights, averaged if EMA is on; "score" for the one of each arm's task.
         sigma: standard deviation between seeds that is expected, in points of the metric; 0: unknown.
         sizes: image sides at which the arms' speed is measured, each with changes of the model's arguments.
+        figure: name of the PNG file beside docs/claims.md that `tokamix study --figure` drew; "" for none.
         order: of the study in docs/claims.md.
     """
 
@@ -123,6 +124,7 @@ class Study:
     metric: str = "top1"
     sigma: float = 0.0
     sizes: dict[int, Settings] = field(default_factory=dict)
+    figure: str = ""
     order: int = 99
 
 
