@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -17,6 +18,8 @@ from tokamix.cli.info import _data_folder, _kernels
 from tokamix.mixers import list_mixers
 from tokamix.models.bodies import BODIES
 from tokamix.ops import dispatch
+
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
 def call(*args: str, code: int = 0) -> str:
@@ -51,6 +54,17 @@ def test_answers_without_importing_torch(arguments: str, text: str) -> None:
     assert text in result.stdout + result.stderr
     assert "heavy []" in result.stdout
     assert float(result.stdout.partition("seconds ")[2].split()[0]) < 1
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_whole_sentences(name: str) -> None:
+    """Every option and argument says what it is, in the same form."""
+    parameters = [p for p in COMMANDS[name].params if p.name != "help"]
+    assert parameters
+    for parameter in parameters:
+        text = getattr(parameter, "help", None) or ""
+        assert re.fullmatch(r"([A-Z0-9]|cuda or cpu|key=value|[a-z]+_tiny|self, |y,x |knn, ).*\.", text), (name, text)
+        assert "; default" not in text, (name, text)
 
 
 @pytest.mark.parametrize("module", ["tokamix", "tokamix.cli"])

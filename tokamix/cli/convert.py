@@ -28,7 +28,7 @@ def convert(
         int | None, typer.Option(help="Epochs of transfer and fine-tuning. Default: a quarter of the original's.")
     ] = None,
     transfer_epochs: Annotated[
-        int | None, typer.Option(help="Of them, epochs of attention transfer. Default: a fifth; 0 leaves it out.")
+        int | None, typer.Option(help="Those of them that are attention transfer. Default: a fifth; 0 leaves it out.")
     ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Images per step.")] = None,
     keep: Annotated[int, typer.Option(help="Blocks that keep softmax attention: those that are fitted worst.")] = 0,

@@ -13,31 +13,36 @@ from tokamix.cli._shared import console, plain_errors
 
 def embed(
     source: Annotated[
-        str, typer.Argument(help="a run's folder, a checkpoint file, a pretrained timm model, or hf-hub:user/name")
+        str, typer.Argument(help="A run's folder, a checkpoint file, a pretrained timm model, or hf-hub:user/name.")
     ],
-    data: Annotated[str, typer.Argument(help="a folder of images, .npz files, wds:...tar or another data set")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="folder for the features")] = Path("features"),
+    data: Annotated[str, typer.Argument(help="A folder of images, .npz files, wds:...tar or another data set.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the features.")] = Path("features"),
     pool: Annotated[
         Literal["model", "token", "avg", "concat"],
-        typer.Option(help="features: the model's own, class token, mean, or SimA's 4 vectors side by side"),
+        typer.Option(help="Features: the model's own, class token, mean, or SimA's 4 vectors side by side."),
     ] = "model",
-    layer: Annotated[int | None, typer.Option(help="block or stage for pool token and avg; -1 is the last")] = None,
-    split: Annotated[Literal["all", "train", "val"], typer.Option(help="part of a data set that is no folder")] = "all",
-    model: Annotated[str | None, typer.Option(help="name of the architecture, for a checkpoint file")] = None,
-    image_size: Annotated[int | None, typer.Option(help="image size in pixels; default: the model's own")] = None,
+    layer: Annotated[int | None, typer.Option(help="Block or stage for pool token and avg; -1 is the last.")] = None,
+    split: Annotated[
+        Literal["all", "train", "val"], typer.Option(help="Part of a data set that is no folder.")
+    ] = "all",
+    model: Annotated[str | None, typer.Option(help="Name of the architecture, for a checkpoint file.")] = None,
+    image_size: Annotated[int | None, typer.Option(help="Image size in pixels. Default: the model's own.")] = None,
     precision: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="of the forward passes; default: the run's")
+        Literal["fp32", "bf16", "fp16"] | None,
+        typer.Option(help="Precision of the forward passes. Default: the run's."),
     ] = None,
-    dtype: Annotated[Literal["fp32", "fp16"], typer.Option(help="of the written features")] = "fp32",
+    dtype: Annotated[Literal["fp32", "fp16"], typer.Option(help="Type of the written features.")] = "fp32",
     file_format: Annotated[
-        Literal["safetensors", "npy"], typer.Option("--format", help="of the shards")
+        Literal["safetensors", "npy"], typer.Option("--format", help="Format of the shards.")
     ] = "safetensors",
-    parquet: Annotated[bool, typer.Option("--parquet", help="also write index.parquet")] = False,
-    shard_size: Annotated[int, typer.Option(min=1, help="images of a shard")] = 50_000,
-    batch_size: Annotated[int, typer.Option(min=1, help="images of one forward pass")] = 128,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: a GPU if there is one")] = None,
-    workers: Annotated[int, typer.Option(min=0, help="processes that decode images")] = min(8, os.cpu_count() or 1),
-    corrupt: Annotated[Literal["raise", "skip"], typer.Option(help="for images that cannot be decoded")] = "raise",
+    parquet: Annotated[bool, typer.Option("--parquet", help="Also write index.parquet.")] = False,
+    shard_size: Annotated[int, typer.Option(min=1, help="Images of a shard.")] = 50_000,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images of one forward pass.")] = 128,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that decode images.")] = min(8, os.cpu_count() or 1),
+    corrupt: Annotated[
+        Literal["raise", "skip"], typer.Option(help="What to do with images that cannot be decoded.")
+    ] = "raise",
 ) -> None:
     """Write the features of all images. If it is stopped, the same command continues.
 

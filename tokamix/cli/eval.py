@@ -14,39 +14,44 @@ def eval_(
     sources: Annotated[
         list[str],
         typer.Argument(
-            help="a run's folder, a checkpoint file, a pretrained timm model, or hf-hub:user/name; several with --suite"
+            help="A run's folder, a checkpoint file, a pretrained timm model or hf-hub:user/name; several with --suite."
         ),
     ],
-    data: Annotated[str, typer.Option(help="the data, as for `tokamix train`")],
-    split: Annotated[Literal["val", "train", "all"], typer.Option(help="part of the data to evaluate on")] = "val",
-    model: Annotated[str | None, typer.Option(help="name of the architecture, for a checkpoint file")] = None,
-    image_size: Annotated[int | None, typer.Option(help="image size in pixels; default: the model's own")] = None,
+    data: Annotated[str, typer.Option(help="The data, as for `tokamix train`.")],
+    split: Annotated[Literal["val", "train", "all"], typer.Option(help="Part of the data to evaluate on.")] = "val",
+    model: Annotated[str | None, typer.Option(help="Name of the architecture, for a checkpoint file.")] = None,
+    image_size: Annotated[int | None, typer.Option(help="Image size in pixels. Default: the model's own.")] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="change an inference option: test_scales=[0.75,1], test_flip=true, window=512"),
+        typer.Option("--set", help="Change an inference option: test_scales=[0.75,1], test_flip=true, window=512."),
     ] = None,
     precision: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="of the forward passes; default: the run's")
+        Literal["fp32", "bf16", "fp16"] | None,
+        typer.Option(help="Precision of the forward passes. Default: the run's."),
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="images of one forward pass; default: 128, or 1")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Images of one forward pass. Default: 128, or 1.")] = None,
     report: Annotated[
-        Path | None, typer.Option(help="folder for a classifier's confusion matrix, class accuracies and mistakes")
+        Path | None, typer.Option(help="Folder for a classifier's confusion matrix, class accuracies and mistakes.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: a GPU if there is one")] = None,
-    workers: Annotated[int, typer.Option(min=0, help="processes that decode images")] = min(8, os.cpu_count() or 1),
-    corrupt: Annotated[Literal["raise", "skip"], typer.Option(help="for images that cannot be decoded")] = "raise",
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that decode images.")] = min(8, os.cpu_count() or 1),
+    corrupt: Annotated[
+        Literal["raise", "skip"], typer.Option(help="What to do with images that cannot be decoded.")
+    ] = "raise",
     suite: Annotated[
-        Literal["robustness"] | None, typer.Option(help="classifiers under occlusion, attacks and corruptions")
+        Literal["robustness"] | None, typer.Option(help="Classifiers under occlusion, attacks and corruptions.")
     ] = None,
     tests: Annotated[
         str | None,
-        typer.Option(help="of the suite: occlusion,patch_drop,fgsm,pgd,corruptions,calibration; default: all"),
+        typer.Option(help="Parts of the suite: occlusion,patch_drop,fgsm,pgd,corruptions,calibration. Default: all."),
     ] = None,
-    epsilons: Annotated[str | None, typer.Option(help="of the suite's attacks, in 1/255; default: 0.5,1,2,4,8")] = None,
-    limit: Annotated[int | None, typer.Option(help="images of the suite, drawn at random; default: all")] = None,
+    epsilons: Annotated[
+        str | None, typer.Option(help="Strengths of the suite's attacks, in 1/255. Default: 0.5,1,2,4,8.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Images of the suite, drawn at random. Default: all.")] = None,
     imagenet: Annotated[
         list[str] | None,
-        typer.Option(help="further test sets of the suite: a=FOLDER, r=, sketch=, v2= or real=; repeatable"),
+        typer.Option(help="Further test sets of the suite: a=FOLDER, r=, sketch=, v2= or real=; repeatable."),
     ] = None,
 ) -> None:
     """Evaluate a trained model on a data set, or several models side by side in a suite.

@@ -11,24 +11,28 @@ from tokamix.cli._shared import console, plain_errors
 
 
 def explain(
-    photo: Annotated[Path, typer.Argument(help="image file")],
-    model: Annotated[str, typer.Option(help="a run's folder, a timm name, or hf-hub:user/name")],
-    checkpoint: Annotated[Path | None, typer.Option(help="weights file, if --model names an architecture")] = None,
-    compare: Annotated[str, typer.Option(help="further models, separated by commas")] = "",
+    photo: Annotated[Path, typer.Argument(help="Image file.")],
+    model: Annotated[str, typer.Option(help="A run's folder, a timm name, or hf-hub:user/name.")],
+    checkpoint: Annotated[Path | None, typer.Option(help="Weights file, if --model names an architecture.")] = None,
+    compare: Annotated[str, typer.Option(help="Further models, separated by commas.")] = "",
     token: Annotated[
-        str, typer.Option(help="y,x of the explained token, in fractions of the image's height and width")
+        str, typer.Option(help="y,x of the explained token, in fractions of the image's height and width.")
     ] = "0.5,0.5",
     layer: Annotated[
-        str | None, typer.Option(help="index (from 0) or name of the layer that is explained; default: a late one")
+        str | None, typer.Option(help="Index (from 0) or name of the layer that is explained. Default: a late one.")
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="folder of images for statistics by layer")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="images of one forward pass, for --data")] = 16,
-    formats: Annotated[str, typer.Option("--format", help="of the figures: png, svg and pdf, with commas")] = "png",
-    theme: Annotated[Literal["light", "dark"], typer.Option(help="of the figures; the page has both")] = "light",
-    output: Annotated[Path, typer.Option("--output", "-o", help="folder for the figures and the page")] = Path(
+    data: Annotated[Path | None, typer.Option(help="Folder of images for statistics by layer.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images of one forward pass, for --data.")] = 16,
+    formats: Annotated[
+        str, typer.Option("--format", help="Formats of the figures: png, svg and pdf, with commas.")
+    ] = "png",
+    theme: Annotated[
+        Literal["light", "dark"], typer.Option(help="Colours of the figures; the page has both.")
+    ] = "light",
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the figures and the page.")] = Path(
         "explained"
     ),
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: a GPU if there is one")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
 ) -> None:
     """Show what token mixers do with a photo: figures, and one self-contained HTML page.
 

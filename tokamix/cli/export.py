@@ -10,46 +10,47 @@ from tokamix.cli._shared import console, plain_errors
 
 def export(
     source: Annotated[
-        str, typer.Argument(help="a run's folder, a checkpoint file, a pretrained timm model, or hf-hub:user/name")
+        str, typer.Argument(help="A run's folder, a checkpoint file, a pretrained timm model, or hf-hub:user/name.")
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="file to write; default: the model's name, in this folder")
+        Path | None, typer.Option("--output", "-o", help="File to write. Default: the model's name, in this folder.")
     ] = None,
     to: Annotated[
-        Literal["onnx", "openvino", "torch-export", "aoti", "executorch"], typer.Option(help="format of the file")
+        Literal["onnx", "openvino", "torch-export", "aoti", "executorch"], typer.Option(help="Format of the file.")
     ] = "onnx",
     size: Annotated[
-        str | None, typer.Option(help="224, 192x256 or dynamic; default: a classifier's own, otherwise dynamic")
+        str | None, typer.Option(help="224, 192x256 or dynamic. Default: a classifier's own, otherwise dynamic.")
     ] = None,
-    batch: Annotated[str | None, typer.Option(help="images of one call, or dynamic; default: 1")] = None,
+    batch: Annotated[str | None, typer.Option(help="Images of one call, or dynamic. Default: 1.")] = None,
     precision: Annotated[
-        Literal["fp32", "fp16", "bf16", "int8"], typer.Option(help="of weights and activations; int8 needs --data")
+        Literal["fp32", "fp16", "bf16", "int8"],
+        typer.Option(help="Type of weights and activations; int8 needs --data."),
     ] = "fp32",
     preprocessing: Annotated[
-        bool, typer.Option(help="the file takes uint8 images (B, H, W, 3) and returns classes as well")
+        bool, typer.Option(help="The file takes uint8 images (B, H, W, 3) and returns classes as well.")
     ] = False,
-    features: Annotated[bool, typer.Option(help="export feature maps instead of logits")] = False,
-    opset: Annotated[int, typer.Option(help="version of the ONNX operators")] = 20,
+    features: Annotated[bool, typer.Option(help="Export feature maps instead of logits.")] = False,
+    opset: Annotated[int, typer.Option(help="Version of the ONNX operators.")] = 20,
     data: Annotated[
-        str | None, typer.Option(help="data set that int8 is calibrated on and measured with, as for `tokamix train`")
+        str | None, typer.Option(help="Data set that int8 is calibrated on and measured with, as for `tokamix train`.")
     ] = None,
     keep_layers: Annotated[
-        int | None, typer.Option(min=0, help="sensitive layers that int8 leaves in fp32; default: as few as needed")
+        int | None, typer.Option(min=0, help="Sensitive layers that int8 leaves in fp32. Default: as few as needed.")
     ] = None,
-    max_drop: Annotated[float, typer.Option(min=0, help="points of top-1 that int8 may lose")] = 0.5,
+    max_drop: Annotated[float, typer.Option(min=0, help="Points of top-1 that int8 may lose.")] = 0.5,
     attention: Annotated[
-        bool, typer.Option("--int8-attention", help="int8 for the products of attention in ONNX files, too")
+        bool, typer.Option("--int8-attention", help="Use int8 for the products of attention in ONNX files, too.")
     ] = False,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="that --to aoti compiles for")] = "cpu",
-    model: Annotated[str | None, typer.Option(help="name of the architecture, for a checkpoint file")] = None,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="That --to aoti compiles for.")] = "cpu",
+    model: Annotated[str | None, typer.Option(help="Name of the architecture, for a checkpoint file.")] = None,
     untrained: Annotated[
-        bool, typer.Option("--untrained", help="SOURCE is a model name, exported with random weights to try its speed")
+        bool, typer.Option("--untrained", help="SOURCE is a model name, exported with random weights to try its speed.")
     ] = False,
     triton: Annotated[
-        bool, typer.Option("--triton", help="write config.pbtxt for Triton; -o is then REPOSITORY/NAME/1/model.onnx")
+        bool, typer.Option("--triton", help="Write config.pbtxt for Triton; -o is then REPOSITORY/NAME/1/model.onnx.")
     ] = False,
     runner: Annotated[
-        bool, typer.Option("--runner", help="copy run_onnx.py beside the file: prediction without PyTorch")
+        bool, typer.Option("--runner", help="Copy run_onnx.py beside the file: prediction without PyTorch.")
     ] = False,
 ) -> None:
     """Export a model to ONNX, OpenVINO, torch.export, AOTInductor or ExecuTorch.

@@ -11,14 +11,14 @@ from tokamix.cli._shared import console, plain_errors
 
 
 def neighbours(
-    photo: Annotated[Path, typer.Argument(help="an image file")],
-    index: Annotated[Path, typer.Option(help="a folder written by `tokamix embed`")],
-    k: Annotated[int, typer.Option(min=1, help="number of images")] = 11,
-    output: Annotated[Path, typer.Option("--output", "-o", help="image file for the contact sheet")] = Path(
+    photo: Annotated[Path, typer.Argument(help="An image file.")],
+    index: Annotated[Path, typer.Option(help="A folder written by `tokamix embed`.")],
+    k: Annotated[int, typer.Option(min=1, help="Number of images.")] = 11,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Image file for the contact sheet.")] = Path(
         "neighbours.png"
     ),
-    source: Annotated[str | None, typer.Option(help="the model that made the index; default: as it names it")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: a GPU if there is one")] = None,
+    source: Annotated[str | None, typer.Option(help="The model that made the index. Default: as it names it.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
 ) -> None:
     """Show the images of an index that are most similar to a photo."""
     with plain_errors():

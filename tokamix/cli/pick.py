@@ -8,14 +8,14 @@ from tokamix.cli._shared import console, plain_errors, print_line, runtime_table
 
 
 def pick(
-    budget_ms: Annotated[float, typer.Option(help="milliseconds for one image")],
-    size: Annotated[int, typer.Option(min=1, help="side of the images")] = 224,
-    task: Annotated[Literal["classify", "segment", "detect"], typer.Option(help="of the model")] = "classify",
+    budget_ms: Annotated[float, typer.Option(help="Milliseconds for one image.")],
+    size: Annotated[int, typer.Option(min=1, help="Side of the images.")] = 224,
+    task: Annotated[Literal["classify", "segment", "detect"], typer.Option(help="Task of the model.")] = "classify",
     models: Annotated[
-        str, typer.Option(help="candidates, separated by commas; default: all with a known accuracy")
+        str, typer.Option(help="Candidates, separated by commas. Default: all with a known accuracy.")
     ] = "",
-    runtime: Annotated[str, typer.Option(help="runtimes, separated by commas; default: all installed ones")] = "",
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: a GPU if there is one")] = None,
+    runtime: Annotated[str, typer.Option(help="Runtimes, separated by commas. Default: all installed ones.")] = "",
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
 ) -> None:
     """Recommend the most accurate model that takes at most --budget-ms for an image here, and its runtime.
 

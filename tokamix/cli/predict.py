@@ -24,21 +24,21 @@ def predict(
             metavar="[MODEL] IMAGES...",
             help="MODEL: a run's folder, a checkpoint file, a pretrained timm model, hf-hub:user/name, or an exported"
             " file; without it, a small network for ten classes that comes with tokamix. IMAGES: files, folders, glob"
-            " patterns, or - for paths on stdin",
+            " patterns, or - for paths on stdin.",
         ),
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="classifier: a .csv or .jsonl file; others: a folder [predictions]"),
+        typer.Option("--output", "-o", help="Classifier: a .csv or .jsonl file; others: a folder [predictions]."),
     ] = None,
-    sheet: Annotated[Path | None, typer.Option(help="image file for a contact sheet of the predictions")] = None,
-    top_k: Annotated[int, typer.Option(min=1, help="classes per image, of a classifier")] = 5,
+    sheet: Annotated[Path | None, typer.Option(help="Image file for a contact sheet of the predictions.")] = None,
+    top_k: Annotated[int, typer.Option(min=1, help="Classes per image, of a classifier.")] = 5,
     score_threshold: Annotated[
-        float | None, typer.Option(min=0, max=1, help="leave out detections below it; default: 0.3")
+        float | None, typer.Option(min=0, max=1, help="Leave out detections below it. Default: 0.3.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="name of the architecture, for a checkpoint file")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="images of one forward pass, of a classifier")] = 32,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: a GPU if there is one")] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the architecture, for a checkpoint file.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images of one forward pass, of a classifier.")] = 32,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
 ) -> None:
     """Classify images, segment them, or detect objects in them.
 

@@ -12,32 +12,35 @@ from tokamix.cli._shared import console, plain_errors
 
 def probe(
     source: Annotated[
-        str, typer.Argument(help="a run's folder, a checkpoint file, a pretrained timm model, or hf-hub:user/name")
+        str, typer.Argument(help="A run's folder, a checkpoint file, a pretrained timm model, or hf-hub:user/name.")
     ],
-    data: Annotated[str, typer.Option(help="the data with labels, as for `tokamix train`")],
+    data: Annotated[str, typer.Option(help="The data with labels, as for `tokamix train`.")],
     method: Annotated[
         list[str] | None,
-        typer.Option(help="knn, linear or finetune; repeatable; default: knn and linear"),
+        typer.Option(help="knn, linear or finetune; repeatable. Default: knn and linear."),
     ] = None,
-    k: Annotated[list[int] | None, typer.Option(help="neighbours; repeatable; default: 10, 20, 100, 200")] = None,
+    k: Annotated[list[int] | None, typer.Option(help="Neighbours; repeatable. Default: 10, 20, 100, 200.")] = None,
     pool: Annotated[
         Literal["model", "token", "avg", "concat"],
-        typer.Option(help="features: the model's own, class token, mean, or SimA's 4 vectors side by side"),
+        typer.Option(help="Features: the model's own, class token, mean, or SimA's 4 vectors side by side."),
     ] = "model",
-    layer: Annotated[int | None, typer.Option(help="block or stage for pool token and avg; -1 is the last")] = None,
-    model: Annotated[str | None, typer.Option(help="name of the architecture, for a checkpoint file")] = None,
-    image_size: Annotated[int | None, typer.Option(help="image size in pixels; default: the model's own")] = None,
+    layer: Annotated[int | None, typer.Option(help="Block or stage for pool token and avg; -1 is the last.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the architecture, for a checkpoint file.")] = None,
+    image_size: Annotated[int | None, typer.Option(help="Image size in pixels. Default: the model's own.")] = None,
     precision: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="of the forward passes; default: the run's")
+        Literal["fp32", "bf16", "fp16"] | None,
+        typer.Option(help="Precision of the forward passes. Default: the run's."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="images of one forward pass")] = 128,
-    recipe: Annotated[str, typer.Option(help="of the fine-tuning; small: with lr 1e-4 and 30 epochs")] = "small",
+    batch_size: Annotated[int, typer.Option(min=1, help="Images of one forward pass.")] = 128,
+    recipe: Annotated[
+        str, typer.Option(help="Recipe of the fine-tuning; small: with lr 1e-4 and 30 epochs.")
+    ] = "small",
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="key=value replaces a value of that recipe; repeatable")
+        list[str] | None, typer.Option("--set", help="key=value replaces a value of that recipe; repeatable.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="folder of the fine-tuning's run")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: a GPU if there is one")] = None,
-    workers: Annotated[int, typer.Option(min=0, help="processes that decode images")] = min(8, os.cpu_count() or 1),
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of the fine-tuning's run.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that decode images.")] = min(8, os.cpu_count() or 1),
 ) -> None:
     """Measure the features of a model: k-NN, a linear classifier, fine-tuning.
 

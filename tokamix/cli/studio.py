@@ -11,18 +11,18 @@ from tokamix.cli._shared import plain_errors
 def studio(
     folders: Annotated[
         list[Path] | None,
-        typer.Option("--folder", help="a folder whose runs and images the page may use; repeat it for several"),
+        typer.Option("--folder", help="A folder whose runs and images the page may use; repeat it for several."),
     ] = None,
-    host: Annotated[str, typer.Option(help="address to listen on; others than this machine's need a password")] = (
+    host: Annotated[str, typer.Option(help="Address to listen on; others than this machine's need a password.")] = (
         "127.0.0.1"
     ),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one")] = 7860,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 7860,
     password: Annotated[
-        str | None, typer.Option(envvar="TOKAMIX_STUDIO_PASSWORD", help="asked for before the page is shown")
+        str | None, typer.Option(envvar="TOKAMIX_STUDIO_PASSWORD", help="Password, asked for before the page is shown.")
     ] = None,
-    max_upload: Annotated[int, typer.Option(min=1, help="largest uploaded file, in megabytes")] = 20,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: a GPU if there is one")] = None,
-    browser: Annotated[bool, typer.Option(help="open the page in the browser")] = True,
+    max_upload: Annotated[int, typer.Option(min=1, help="Largest uploaded file, in megabytes.")] = 20,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
+    browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
 ) -> None:
     """Open a local page: see what token mixers do with a photo, click on a token, compare models.
 

@@ -55,7 +55,8 @@ def train(
         typer.Option(help="Processes that decode images. Default: one per core, up to 8; a quarter of them on a CPU."),
     ] = None,
     corrupt: Annotated[
-        Literal["raise", "skip"], typer.Option(help="For images that cannot be decoded: stop, or skip them.")
+        Literal["raise", "skip"],
+        typer.Option(help="What to do with images that cannot be decoded: stop, or skip them."),
     ] = "raise",
     save_every: Annotated[int | None, typer.Option(help="Steps between saved states. Default: by the clock.")] = None,
     log_every: Annotated[int, typer.Option(help="Steps between lines of metrics.jsonl.")] = 50,

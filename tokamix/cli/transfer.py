@@ -23,7 +23,7 @@ def transfer(
     ),
     model: Annotated[str | None, typer.Option(help="Name of the architecture, for a checkpoint file.")] = None,
     recipe: Annotated[
-        str | None, typer.Option(help="For all data sets. Default: AMixer's transfer recipe of each.")
+        str | None, typer.Option(help="Recipe for all data sets. Default: AMixer's transfer recipe of each.")
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs; the schedule scales with them.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Images per optimizer step, over all processes.")] = None,
