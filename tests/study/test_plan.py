@@ -13,7 +13,7 @@ from tokamix.recipes import load_recipe
 from tokamix.study.cost import EVALUATION, expected_costs, measured_seconds, network_key
 from tokamix.study.page import render_page, render_study
 from tokamix.study.plan import FAILS, HOLDS, MISSING, OPEN, RUNNING, list_jobs, resolution, verdicts
-from tokamix.study.rows import gpu_minutes, write_row
+from tokamix.study.rows import gpu_minutes, read_rows, write_row
 from tokamix.study.schema import list_studies, load_study
 from tokamix.train.setup.choose import choose_recipe
 
@@ -254,6 +254,12 @@ def test_costs_follow_measured_throughput() -> None:
     assert expected_costs(known, [measured], only="softmax")[0].gpu_minutes == pytest.approx(
         EVALUATION * 2 * 50_000 * 0.1 / 60 * (3 + 3 / 2)
     )
+
+
+def test_networks_that_ship_are_not_trained_again() -> None:
+    rows = read_rows(Path(__file__).parents[2] / "results" / "studies" / "shipped.csv")
+    assert len(rows) == 12
+    assert list_jobs(load_study("shipped"), rows) == []
 
 
 def test_runs_are_evaluated_ten_times() -> None:

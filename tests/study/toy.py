@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tokamix.study.plan import FIRST_SEED, Job, final_job, tuning_jobs
+from tokamix.study.plan import Job, final_job, tuning_jobs
 from tokamix.study.rows import Row
 from tokamix.study.schema import Study, create_study
 
@@ -71,7 +71,7 @@ def with_runs(study: Study, rows: list[Row], **scores: Sequence[float | None]) -
     rows = list(rows)
     for arm, values in scores.items():
         for i, score in enumerate(values):
-            job = final_job(study, study.arms[arm], FIRST_SEED + i, rows, ())
+            job = final_job(study, study.arms[arm], study.first_seed + i, rows, ())
             assert job is not None
             rows.append(row_of(job, score))
     return rows

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tokamix.study.plan import FIRST_SEED, equals_its_twin, final_job, tuning_jobs, wanted_seeds
+from tokamix.study.plan import equals_its_twin, final_job, tuning_jobs, wanted_seeds
 from tokamix.study.rows import Row, key_of
 from tokamix.study.schema import Study, train_images
 
@@ -52,9 +52,9 @@ def _cost(
         waiting = [job for job in tuning_jobs(study, arm) if job.key not in done] if not arm.equal_time else []
         gpu += sum(minutes * job.minutes / arm.minutes for job in waiting if arm.minutes)
         found = 0
-        if (job := final_job(study, arm, FIRST_SEED, rows, speeds)) is not None:
+        if (job := final_job(study, arm, study.first_seed, rows, speeds)) is not None:
             minutes *= job.settings["epochs"] / arm.settings["epochs"] if arm.equal_time else 1
-            found = sum((FIRST_SEED + i, job.settings_hash) in done for i in range(seeds[arm.name]))
+            found = sum((study.first_seed + i, job.settings_hash) in done for i in range(seeds[arm.name]))
         gpu += minutes * (seeds[arm.name] - found)
         left = len(waiting) + seeds[arm.name] - found
         runs, starts = runs + left, starts + bool(left)

@@ -14,7 +14,7 @@ from tokamix.study.rows import Key, Row, key_of, score_of
 from tokamix.study.schema import DIVERGES, Arm, Claim, Study, merge_settings
 from tokamix.study.statistics import Estimate, alpha_of_looks, contrast, detectable, holm
 
-TUNING_SEED, FIRST_SEED = 0, 10
+TUNING_SEED = 0
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not resolvable at this scale"
 RUNNING, MISSING = "more seeds to come", "not measured"
 
@@ -66,7 +66,7 @@ def list_jobs(study: Study, rows: Sequence[Row], speeds: Sequence[Row] = (), onl
     wanted = wanted_seeds(study, rows, speeds)
     for i in range(study.looks[-1]):
         for arm in arms:
-            if i < wanted[arm.name] and (job := final_job(study, arm, FIRST_SEED + i, rows, speeds)):
+            if i < wanted[arm.name] and (job := final_job(study, arm, study.first_seed + i, rows, speeds)):
                 jobs.append(job)
     unique: dict[Key, Job] = {}
     for job in jobs:  # arms with equal settings share their runs
@@ -143,7 +143,7 @@ def train_speed(speeds: Sequence[Row], arm: str) -> float | None:
 
 def final_rows(study: Study, arm: str, rows: Sequence[Row], speeds: Sequence[Row] = ()) -> list[Row]:
     """The finished or diverged runs of an arm with its present settings, by seed."""
-    if (job := final_job(study, study.arms[arm], FIRST_SEED, rows, speeds)) is None:
+    if (job := final_job(study, study.arms[arm], study.first_seed, rows, speeds)) is None:
         return []
     found = [row for row in rows if row["settings_hash"] == job.settings_hash]
     return sorted({key_of(row): row for row in found}.values(), key=lambda row: int(row["seed"]))

@@ -103,6 +103,7 @@ class Study:
         arms: what is compared.
         claims: what is concluded.
         looks: numbers of seeds per arm after which the claims are tested; arms of undecided claims get more seeds.
+        first_seed: of the runs on the test set; tuning has seed 0.
         holdout: images held out of the training set for tuning.
         tune: {lr: [factors on each arm's learning rate], set: {settings}}; None: nothing is tuned.
         metric: the metric of the last weights, averaged if EMA is on; "score" for the one of each arm's task.
@@ -119,6 +120,7 @@ class Study:
     arms: dict[str, Arm]
     claims: tuple[Claim, ...] = ()
     looks: tuple[int, ...] = (3,)
+    first_seed: int = 10
     holdout: int = 0
     tune: Settings | None = None
     metric: str = "top1"
