@@ -79,8 +79,21 @@ def test_resume_by_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             run(tmp_path / "a", epochs=2, save_every=3)
     result = train(None, tiny_data(), resume=tmp_path / "a", device="cpu", quiet=True)
     assert (result.folder, len(result.epochs)) == (tmp_path / "a", 2)
+    assert_same_bits(tmp_path / "a", run(tmp_path / "c", epochs=2, save_every=3).folder)
     with pytest.raises(ValueError, match="name two folders; leave --output out"):
         train(None, tiny_data(), output=tmp_path / "b", resume=tmp_path / "a", device="cpu")
+
+
+def test_resuming_a_fine_tuning_needs_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The saved state replaces them."""
+    start = run(tmp_path / "start", epochs=2).folder
+    settings = {"epochs": 2, "save_every": 3, "finetune": True, "checkpoint": start}
+    with monkeypatch.context() as patch:
+        stop_at(patch, 4)
+        with pytest.raises(Stop):
+            run(tmp_path / "a", **settings)
+    train(None, tiny_data(), resume=tmp_path / "a", device="cpu", quiet=True)
+    assert_same_bits(tmp_path / "a", run(tmp_path / "b", **settings).folder)
 
 
 @pytest.mark.parametrize("names", [{"top1": "top-1"}, {"box_ap": "box AP", "mask_ap": "mask AP"}], ids=len)

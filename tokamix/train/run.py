@@ -134,6 +134,12 @@ def train(
         chosen = choose_recipe(data, name, checkpoint, pretrained, given)
         recipe, overrides = chosen.recipe, {**chosen.settings, **given}
     recipe = _resolve_recipe(model, recipe, task if isinstance(task, str) else None, overrides)
+    has_weights = checkpoint or pretrained or isinstance(model, nn.Module) or not isinstance(resume, bool)
+    own_weights = callable(task) or recipe.task == "vqa"  # the task loads them itself
+    if recipe.finetune and not (has_weights or own_weights):
+        raise ValueError(
+            f"the recipe {recipe.name} starts from trained weights; give them with --checkpoint, or use --pretrained"
+        )
     if fsdp and recipe.task != "classify":
         raise ValueError(f"--fsdp supports classifiers only, not task {recipe.task}; leave it out")
     accelerator = create_accelerator(recipe, device, precision=load_overrides(overrides).get("precision"))

@@ -46,7 +46,7 @@ def create_classifier(
     saved = read_construction(config)
     if name is None and config and saved["name"] is None:
         raise ValueError(f"{checkpoint} holds {config.get('architecture')}; create the module yourself and give it")
-    name = choose_model_name(name, saved["name"], recipe, checkpoint, pretrained)
+    name = choose_model_name(name, saved["name"], recipe)
     arguments = saved["arguments"] if name == saved["name"] else {}
     optional = {"img_size": recipe.image_size, **optional_arguments}
     arguments = {**arguments, "in_chans": in_chans, **optional, **recipe.model_kwargs}
@@ -79,17 +79,11 @@ def create_classifier(
     return model, arguments
 
 
-def choose_model_name(
-    name: str | None, checkpoint_name: str | None, recipe: Recipe, checkpoint: str | Path | None, pretrained: bool
-) -> str:
+def choose_model_name(name: str | None, checkpoint_name: str | None, recipe: Recipe) -> str:
     """The model's name: the given one, else the checkpoint's, else the recipe's."""
     name = name or checkpoint_name or recipe.model
     if name is None:
         raise ValueError(f"the recipe {recipe.name} names no model; give one with --model; `tokamix models` lists them")
-    if recipe.finetune and not (checkpoint or pretrained):
-        raise ValueError(
-            f"the recipe {recipe.name} starts from trained weights; give them with --checkpoint, or use --pretrained"
-        )
     return name
 
 

@@ -69,7 +69,7 @@ class Dense:
                 f"{checkpoint} holds {saved['architecture']}, which cannot be a backbone; name one with --model"
             )
         saved_name = body["name"] or saved.get("backbone")
-        name = choose_model_name(model, saved_name, recipe, checkpoint, pretrained)
+        name = choose_model_name(model, saved_name, recipe)
         saved_args: dict[str, Any] = body["arguments"] or saved.get("backbone_args") or {}
         self.model_config: dict[str, Any] = {
             "task": recipe.task,
