@@ -3,6 +3,7 @@
 Rules look at one node and what it reads. They need sizes that are numbers, so a graph of dynamic size keeps more nodes.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -137,7 +138,7 @@ def _scale(value: Any, scale: np.ndarray, axis: int | None, part: tuple[int, int
         return before is not None and _scale(node.inputs[0], scale, None if axis is None else len(before) - 1, part)
     if node.op_type == "Gather" and axis is None and part == (0, 1):
         return _scale_part(node, scale)
-    if node.op_type == "Conv" and axis in (None, 1):
+    if node.op_type == "Conv" and axis in (None, 1) and part == (0, 1):
         return _scale_inputs(node, scale.reshape(-1, 1, 1, 1), scale)
     if axis not in (None, len(value.shape) - 1):
         return False
@@ -216,9 +217,19 @@ def sink_reshape(node: Any) -> bool:
         return False
     if node.op_type not in ELEMENTWISE:
         axis = node.attributes.get_int("axis", -1)
-        if axis != -1 or shape[-1] != after[-1]:
+        if axis != -1 or shape[-1] != after[-1] or len(shape) > 3:
             return False
     return _reshape(node, _add(node, node.op_type, [before.inputs[0], *node.inputs[1:]], node, shape=shape))
+
+
+def norm_rows(node: Any) -> bool:
+    """A LayerNormalization of a map -> of its tokens as rows: OpenVINO 2026.4 splits those of more than three axes."""
+    shape = _shape(node.inputs[0])
+    if shape is None or len(shape) < 4 or node.attributes.get_int("axis", -1) != -1:
+        return False
+    rows = (math.prod(shape[:-1]), shape[-1])
+    inputs = [_add_reshape(node, node.inputs[0], rows), *node.inputs[1:]]
+    return _reshape(node, _add(node, node.op_type, inputs, node, shape=rows))
 
 
 def sink_reshapes(node: Any) -> bool:
@@ -244,7 +255,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "Reshape": (transpose_keys, gather_shaped, merge_reshapes),
     "Mul": (fold_scale,),
     "Add": (to_gemm, sink_reshapes),
-    "LayerNormalization": (sink_reshape,),
+    "LayerNormalization": (norm_rows, sink_reshape),
     **dict.fromkeys(ELEMENTWISE, (sink_reshape,)),
 }
 

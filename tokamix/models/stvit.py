@@ -8,6 +8,7 @@ import math
 import re
 from typing import Any
 
+import torch.nn.functional as F
 from timm.layers import DropPath, LayerScale, calculate_drop_path_rates
 from timm.models import build_model_with_cfg, generate_default_cfgs
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from tokamix.layers import (
 )
 from tokamix.mixers import SuperTokenAttention
 from tokamix.models._backbone import Pyramid, PyramidStage, image_cfg, register_model
-from tokamix.ops import cpu
+from tokamix.ops import cpu, dispatch
 
 NATIVE_SIDE = 224  # the image side for which relative position tables have one entry per offset
 
@@ -84,6 +85,8 @@ class Block(nn.Module):
         """Tokens x (B, H*W, C) of grid (H, W) -> the same shape."""
         if cpu.usable(x) and self._is_bare():
             return self._fused(x, grid)
+        if dispatch.is_exporting_to("onnx", "openvino") and self._is_convolutional():
+            return self._exported(x, grid)
         if self.cpe is not None:
             x = self.cpe(tokens_to_map(x, grid)).flatten(1, 2)
         x = x + self.drop_path(self.ls1(self.mixer(self.norm1(x), grid)))
@@ -112,6 +115,24 @@ class Block(nn.Module):
         if type(self.ls2) is nn.Identity:
             return cpu.linear(z, fc2.weight, fc2.bias, residual=x)
         return x + self.ls2(cpu.linear(z, fc2.weight, fc2.bias))
+
+    def _is_convolutional(self) -> bool:
+        """Whether `_exported` computes what the layers do."""
+        mlp, linear = self.mlp, nn.Linear
+        plain = type(mlp) is ConvFFN and type(mlp.fc1) is linear and type(mlp.fc2) is linear
+        return plain and self.cpe is not None and type(self.norm2) is nn.Identity and not self.training
+
+    def _exported(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        """The same block in convolutions (B, C, H, W), whose order of the axes runtimes choose themselves."""
+        mlp, first = self.mlp, (0, 3, 1, 2)
+        x = self.cpe(tokens_to_map(x, grid)).permute(first)
+        z = self.ls1(self.mixer(self.norm1(x.flatten(2).mT), grid))
+        x = x + tokens_to_map(z, grid).permute(first)
+        z = F.conv2d(x, mlp.fc1.weight[..., None, None], mlp.fc1.bias)
+        z = mlp.conv(z.permute(0, 2, 3, 1)).permute(first)
+        scale = 1.0 if type(self.ls2) is nn.Identity else self.ls2.gamma
+        z = F.conv2d(z, (mlp.fc2.weight.mT * scale).mT[..., None, None], mlp.fc2.bias * scale)
+        return (x + z).permute(0, 2, 3, 1).flatten(1, 2)
 
     @staticmethod
     def _depthwise(conv: Any, x: Tensor, grid: tuple[int, int]) -> Tensor:
