@@ -106,6 +106,14 @@ def test_other_targets(to: str, tmp_path: Path) -> None:
     torch.testing.assert_close(file(images), model(images).detach(), rtol=1e-4, atol=1e-5)
 
 
+def test_openvino_weights_are_constants() -> None:
+    """NNCF quantises weights of depthwise convolutions that are still Reshapes along a wrong axis."""
+    program = torch.export.export(nn.Conv2d(4, 4, 3, groups=4).eval(), (torch.zeros(1, 4, 8, 8),))
+    model = write.to_openvino(program, ["y"], 20)
+    (conv,) = (op for op in model.get_ops() if op.get_type_name() == "GroupConvolution")
+    assert conv.input_value(1).get_node().get_type_name() == "Constant"
+
+
 @pytest.mark.parametrize(
     ("to", "precision", "low", "high"),
     [

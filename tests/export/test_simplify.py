@@ -72,6 +72,12 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, tuple[int, ...]], str, str]] =
         " e = MatMul(d, W) f = Add(e, B) h = Add(c, f) y = Softmax(h)",
         "LayerNormalization Reshape Gemm Reshape Add Gelu Gemm Add Reshape Softmax",
     ),
+    "a norm of a map": (
+        (2, 3, 4, 5),
+        {"G": (5,), "B": (5,)},
+        "a = Relu(x) n = LayerNormalization<axis=-1, epsilon=0.01>(a, G, B) y = Softmax(n)",
+        "Relu Reshape LayerNormalization Reshape Softmax",
+    ),
     "layer scale": (
         (2, 3, 4),
         {"W": (4, 5), "B": (5,), "G": (5,)},
@@ -103,6 +109,14 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, tuple[int, ...]], str, str]] =
         " e = Slice(d, i, j, axis) q = Squeeze(e, axis) f = Slice(d, j, k, axis) v = Squeeze(f, axis)"
         " g = Mul(q, G) y = Add(g, v)",
         "Reshape Gemm Reshape Transpose Gather Gather Add",
+    ),
+    "the scale of the queries of a convolution": (
+        (1, 4, 3, 1),
+        {"W": (12, 4, 1, 1), "B": (12,), "G": (1,), "s": (3, 4, 3, 1), "i": (0,), "j": (1,), "k": (2,), "axis": (0,)},
+        "a = Conv(x, W, B) b = Reshape(a, s) c = Transpose<perm=[0, 2, 1, 3]>(b)"
+        " e = Slice(c, i, j, axis) q = Squeeze(e, axis) f = Slice(c, j, k, axis) v = Squeeze(f, axis)"
+        " g = Mul(q, G) y = Add(g, v)",
+        "Conv Reshape Transpose Gather Gather Mul Add",
     ),
 }
 

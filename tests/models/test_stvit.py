@@ -14,6 +14,7 @@ from tokamix import count_macs
 from tokamix.layers import channels_first, channels_last
 from tokamix.mixers import SuperTokenAttention
 from tokamix.models.stvit import Block, ConvFFN, STViT, STViTStem, checkpoint_filter_fn
+from tokamix.ops import dispatch
 
 OFFICIAL = Path(__file__).parent / "official"
 REFINE = {(True, True): "attention", (True, False): "conv", (False, True): "none"}
@@ -210,3 +211,26 @@ def test_bad_arguments() -> None:
         timm.create_model("stvit_small", num_heads=(3, 2, 5, 8), device="meta")
     with pytest.raises(ValueError, match=r"unknown refinement 'mlp'.*attention, conv, none"):
         SuperTokenAttention(8, 2, refine="mlp")
+
+
+@pytest.mark.parametrize("scale", [None, 0.5])
+@pytest.mark.parametrize("cell", [1, 2])
+def test_exported_block(cell: int, scale: float | None) -> None:
+    """For ONNX, linear layers of the feed-forward layer are convolutions; the result is the same."""
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            kwargs: dict[str, Any] = {"cpe": True, "conv_ffn": True, "drop_path": 0.0, "num_heads": 2, "cell": cell}
+            self.block = Block(6, 2.0, layer_scale=scale, dtype=torch.float64, **kwargs)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x, (4, 6))
+
+    model, x = Blocks().eval(), torch.randn(2, 24, 6, dtype=torch.float64)
+    model.block.reparameterize()
+    for target, convolutions in (("onnx", 4), ("torch-export", 2)):
+        with dispatch.export_target(target):
+            program = torch.export.export(model, (x,))
+        torch.testing.assert_close(program.module()(x), model(x))
+        assert sum(node.target is torch.ops.aten.conv2d.default for node in program.graph.nodes) == convolutions

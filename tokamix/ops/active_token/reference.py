@@ -41,41 +41,41 @@ def active_gather_axes(x: Tensor, plan: GatherPlan) -> tuple[Tensor, Tensor]:
 def plan_exported(x: Tensor, offset: Tensor) -> GatherPlan:
     """`plan_axes` in few operators, for exported graphs of fixed size: both axes at once, and constants for the rest.
 
-    `rows` holds the left rows only, (B, H, W, 2 G), `fractions` one tensor (B, H, W, 2 G, 1).
+    `rows` holds the left rows only, (2, B, H, W, G), `fractions` one tensor (2, B, H, W, C).
     """
-    (batch, height, width, _), groups = x.shape, offset.shape[-1] // 2
-    stride = _strides(width, groups, x.device)
+    (batch, height, width, channels), groups = x.shape, offset.shape[-1] // 2
+    strides = _strides(width, groups, x.device)
     sides = (torch.arange(n, device=x.device) for n in (batch, height, width, groups))
     b, y, column, g = torch.meshgrid(*sides, indexing="ij")
-    base = (b * (height + 2 * PAD) + y + PAD) * stride[-1] + (column + PAD) * groups + g
-    own = torch.cat([column, y], -1)
-    base = torch.cat([base, base], -1) - own * stride  # the own position is in the index already
+    own = torch.stack([column, y])
+    base = (b * (height + 2 * PAD) + y + PAD) * strides[1] + (column + PAD) * groups + g
+    base = base - own * strides  # the own position is in the index already
     exact = offset.to(torch.promote_types(offset.dtype, torch.float32))  # bfloat16 rounds positions to quarters
-    position = exact + own.to(exact)
+    position = exact.unflatten(3, (2, groups)).movedim(3, 0) + own.to(exact)
     if height == width:
         position = position.clamp(-PAD, height)
     else:
-        limit = torch.tensor([width] * groups + [height] * groups, dtype=exact.dtype, device=x.device)
-        position = torch.minimum(position, limit).clamp_min(-PAD)
+        limit = torch.tensor([width, height], dtype=exact.dtype, device=x.device)
+        position = torch.minimum(position, limit.view(2, 1, 1, 1, 1)).clamp_min(-PAD)
     left = position.floor()
-    index = base + left.long().clamp(-PAD, max(height, width)) * stride  # clamped again because of NaN
-    return GatherPlan(index, [(position - left).unsqueeze(-1)])
+    index = base + left.long().clamp(-PAD, max(height, width)) * strides  # clamped again because of NaN
+    fraction = (position - left).unsqueeze(-1) * exact.new_ones(channels // groups)  # runtimes are slow at Expand
+    return GatherPlan(index, [fraction.flatten(4)])
 
 
 def gather_exported(x: Tensor, plan: GatherPlan) -> tuple[Tensor, Tensor]:
     """`active_gather_axes` with a plan of `plan_exported`."""
-    (fraction,) = plan.fractions
-    rows = _pad(x).reshape(-1, 2 * x.shape[-1] // fraction.shape[-2])
-    steps = _strides(x.shape[2], fraction.shape[-2] // 2, x.device)
-    left, right = (F.embedding(index, rows) for index in (plan.rows, plan.rows + steps))  # (B, H, W, 2 G, C / G)
-    samples = (left + fraction * (right - left)).to(x.dtype).flatten(3)  # (B, H, W, 2 C)
-    along_width, along_height = samples.chunk(2, -1)
+    (fraction,), groups = plan.fractions, plan.rows.shape[-1]
+    rows = _pad(x).reshape(-1, x.shape[-1] // groups)
+    right = plan.rows + _strides(x.shape[2], groups, x.device)
+    left, right = (F.embedding(index, rows).flatten(4) for index in (plan.rows, right))  # (2, B, H, W, C)
+    along_width, along_height = (left + fraction * (right - left)).to(x.dtype).unbind()
     return along_width, along_height
 
 
 def _strides(width: int, groups: int, device: torch.device) -> Tensor:
-    """The distance of a row's right neighbour along the width, then along the height, for each group."""
-    return torch.tensor([groups] * groups + [(width + 2 * PAD) * groups] * groups, device=device)
+    """The distance of a row's right neighbour along the width, then along the height, (2, 1, 1, 1, 1)."""
+    return torch.tensor([groups, (width + 2 * PAD) * groups], device=device).view(2, 1, 1, 1, 1)
 
 
 def active_gather_joint(x: Tensor, offset: Tensor) -> Tensor:
