@@ -124,13 +124,15 @@ class Block(nn.Module):
 
     def _exported(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """The same block in convolutions (B, C, H, W), whose order of the axes runtimes choose themselves."""
-        mlp, first = self.mlp, (0, 3, 1, 2)
-        x = self.cpe(tokens_to_map(x, grid)).permute(first)
+        cpe, mlp, ls2, first = self.cpe, self.mlp, self.ls2, (0, 3, 1, 2)
+        assert cpe is not None
+        assert isinstance(mlp, ConvFFN)
+        x = cpe(tokens_to_map(x, grid)).permute(first)
         z = self.ls1(self.mixer(self.norm1(x.flatten(2).mT), grid))
         x = x + tokens_to_map(z, grid).permute(first)
         z = F.conv2d(x, mlp.fc1.weight[..., None, None], mlp.fc1.bias)
         z = mlp.conv(z.permute(0, 2, 3, 1)).permute(first)
-        scale = 1.0 if type(self.ls2) is nn.Identity else self.ls2.gamma
+        scale: Any = ls2.gamma if isinstance(ls2, LayerScale) else 1.0
         z = F.conv2d(z, (mlp.fc2.weight.mT * scale).mT[..., None, None], mlp.fc2.bias * scale)
         return (x + z).permute(0, 2, 3, 1).flatten(1, 2)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokamix.ops import dispatch
 
-MAX_PACKED_ROWS = 4096  # with more rows, reordering the weights takes little of the product's time
+MAX_PACKED_ROWS = 1024  # with more rows, reordering the weights takes little of the product's time
 MIN_PRODUCTS = 4_000_000  # a call of oneDNN takes longer to set up than one of PyTorch's own matrix product
 
 _AVAILABLE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
