@@ -49,6 +49,8 @@ class Linformer(HeadMixer):
         dtype: Any = None,
     ) -> None:
         super().__init__(dim, num_heads, qkv_bias, device, dtype)
+        if projected < 1:
+            raise ValueError(f"Linformer needs at least one projected key, got projected={projected}")
         self.projection = nn.Parameter(torch.empty(2, projected, *grid, device=device, dtype=dtype))
         self.reset_parameters()
 

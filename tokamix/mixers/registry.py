@@ -88,7 +88,7 @@ def list_mixers() -> list[str]:
 def get_mixer(name: str) -> Entry:
     """The entry of a mixer; an unknown name raises ValueError with similar names."""
     if name not in _entries:
-        raise ValueError(f"there is no mixer {name!r}; {suggest(name, _entries)}")
+        raise ValueError(f"there is no mixer {name!r}; {suggest(str(name), _entries)}")
     return _entries[name]
 
 

@@ -34,6 +34,8 @@ class SimASelfAttention(nn.Module):
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"SimA cannot divide {dim} channels among {num_heads} heads; choose a divisor of {dim}")
+        if norm not in ("l1", "l2", None):
+            raise ValueError(f"SimA has no norm {norm!r}; choose 'l1', 'l2' or None")
         self.num_heads = num_heads
         self.norm = norm
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **dd)
