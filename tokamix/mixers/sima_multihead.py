@@ -12,6 +12,7 @@ from tokamix.ops.precision import no_autocast
 from tokamix.ops.sima.reference import channel_weight
 
 EPS = 1e-12
+EXCLUDES = -50.0  # additive masks exclude pairs by values below: -100 in Swin, -inf and the like elsewhere
 
 
 class SimA(nn.MultiheadAttention):
@@ -89,8 +90,8 @@ class SimA(nn.MultiheadAttention):
             value: values.
             key_padding_mask: (B, S) or (S,); True, or a negative number, where a key is padding.
             need_weights: also return the weights, at a cost of L * S; otherwise None is returned for them.
-            attn_mask: (L, S) or (B * num_heads, L, S); True, or a negative number, where a pair gets weight 0. Norms
-                ignore it. A causal mask is refused.
+            attn_mask: (L, S) or (B * num_heads, L, S); True, or a large negative number, where a pair gets weight 0.
+                Norms ignore it. A causal mask is refused, and so is a bias of the logits.
             average_attn_weights: average the weights over the heads.
             is_causal: not supported.
 
@@ -116,7 +117,8 @@ class SimA(nn.MultiheadAttention):
             q = q.masked_fill(padding, 0) if same else q
         if need_weights or attn_mask is not None:
             forbidden = None if attn_mask is None else _forbidden(attn_mask)
-            if forbidden is not None:
+            if attn_mask is not None and forbidden is not None:
+                refuse_bias(attn_mask, "SimA")
                 refuse_causal(forbidden, "SimA")
             if forbidden is not None and forbidden.ndim == 3:
                 forbidden = forbidden.unflatten(0, (-1, self.num_heads))
@@ -166,6 +168,17 @@ def refuse_causal(mask: Tensor, name: str) -> None:
     later = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
     if bool((mask | ~later).all()):
         raise_causal(name)
+
+
+def refuse_bias(mask: Tensor, name: str) -> None:
+    """Raise ValueError for an additive mask with other values than 0 and large negative ones: it is a bias."""
+    if not mask.is_floating_point() or mask.is_meta or torch.compiler.is_compiling():
+        return
+    if bool(((mask != 0) & (mask > EXCLUDES)).any()):
+        raise ValueError(
+            f"{name} has no logits to add a bias to, and this additive mask has values other than 0 and below"
+            f" {EXCLUDES:.0f}; use a mask that excludes pairs, or keep the attention of this block with where="
+        )
 
 
 def raise_causal(name: str) -> None:

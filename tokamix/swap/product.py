@@ -1,6 +1,6 @@
 """Mixers between a host's projections: the product of queries, keys and values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ class Call:
         windows: whether `mask` separates the regions of a shifted window, not padding from tokens.
         prefix: tokens at the start that are not on the grid, such as the class token.
         find_grid: number of patch tokens -> grid (H, W).
+        cross: whether queries are of other tokens than keys, whose padding then says nothing about the queries.
     """
 
     tokens: Tensor | None
@@ -40,6 +41,7 @@ class Call:
     windows: bool
     prefix: int
     find_grid: Callable[[int], Grid]
+    cross: bool = False
 
 
 class Product(nn.Module):
@@ -110,7 +112,7 @@ class SimAProduct(Product):
             if not call.windows:
                 padding = call.mask.all(dim=-2).unsqueeze(-1)  # (B, heads, Nk, 1)
                 k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
-                if q.shape[2] == k.shape[2]:
+                if q.shape[2] == k.shape[2] and not call.cross:
                     q = q.masked_fill(padding, 0)
             if call.mask.shape[-2] > 1:
                 return weigh(q, k, v, call.mask, self.norm)[0]
@@ -171,19 +173,33 @@ def create_product(name: str, site: Site, **options: Any) -> Product | None:
     mixer = create_mixer(name, site, **options)
     product: Product
     if isinstance(mixer, SimASelfAttention):
+        _check_used(name, options, ("norm",))
         product = SimAProduct(mixer)
     elif name == "softmax":
+        _check_used(name, options, ())
         product = SoftmaxProduct()
     elif isinstance(mixer, SuperTokenAttention):
+        _check_used(name, options, ("cell", "n_iter", "backend"))
         # with cells of 1x1 each token is its own super token
         product = SoftmaxProduct() if mixer.cell == (1, 1) else SuperTokenProduct(mixer)
     elif isinstance(mixer, HeadMixer) and mixer.parts == 3:
+        _check_used(name, options, tuple(option for option in options if option != "qkv_bias"))
         product = AttendProduct(mixer)
         product.square = name == "xca"
     else:
         return None
     product.name = name
     return product
+
+
+def _check_used(name: str, options: Mapping[str, Any], used: Sequence[str]) -> None:
+    """Refuse options without effect: those of parts that the host has."""
+    unused = [option for option in options if option not in (*used, "device", "dtype")]
+    if unused:
+        raise ValueError(
+            f"mixer_kwargs has {unused[0]!r}, but {name} has no such option between the projections of a host;"
+            + (f" it has {', '.join(used)}" if used else " it has none")
+        )
 
 
 def _refuse_padding(name: str, call: Call) -> None:

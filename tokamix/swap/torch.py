@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from tokamix.layers import merge_heads, split_heads
-from tokamix.mixers.sima_multihead import SimA, raise_causal, refuse_causal
-from tokamix.swap._host import Adapter
+from tokamix.mixers.sima_multihead import SimA, raise_causal, refuse_bias, refuse_causal
+from tokamix.swap._host import AFTER, BEFORE, Adapter, BlockLayout
 from tokamix.swap.product import SimAProduct
 
 
@@ -45,23 +45,31 @@ def _forward(
     is_causal: bool = False,
 ) -> tuple[Tensor, None]:
     """As nn.MultiheadAttention, but without weights: None takes their place."""
-    if is_causal:
-        raise_causal(self.mixer.name)
-    batched = query.ndim == 3
+    product = self.mixer
+    if is_causal and not product.keeps_bias:
+        raise_causal(product.name)
+    if is_causal and attn_mask is None:
+        raise ValueError("is_causal is a hint about attn_mask, as in nn.MultiheadAttention; give the mask too")
+    batched, cross = query.ndim == 3, query is not key
     if not batched:
         query, key, value = (x.unsqueeze(0) for x in (query, key, value))
     elif not self.batch_first:
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     q, k, v = (split_heads(x, self.num_heads) for x in SimA._project(self, query, key, value))
-    mask = None
+    mask = bias = None
     if key_padding_mask is not None:
         mask = _forbidden(key_padding_mask).reshape(-1, 1, 1, k.shape[2])
     if attn_mask is not None:
-        forbidden = _forbidden(attn_mask)
-        refuse_causal(forbidden, self.mixer.name)
-        forbidden = forbidden.unflatten(0, (-1, self.num_heads)) if forbidden.ndim == 3 else forbidden
-        mask = forbidden if mask is None else mask | forbidden
-    out = self.out_proj(merge_heads(self.attend(q, k, v, query if query.shape == key.shape else None, mask)))
+        attn_mask = attn_mask.unflatten(0, (-1, self.num_heads)) if attn_mask.ndim == 3 else attn_mask
+        if product.keeps_bias and attn_mask.is_floating_point():
+            bias = attn_mask
+        else:
+            forbidden = _forbidden(attn_mask)
+            if not product.keeps_bias:
+                refuse_bias(attn_mask, product.name)
+                refuse_causal(forbidden, product.name)
+            mask = forbidden if mask is None else mask | forbidden
+    out = self.out_proj(merge_heads(self.attend(q, k, v, None if cross else query, mask, bias, cross=cross)))
     if not batched:
         return out.squeeze(0), None
     return out if self.batch_first else out.transpose(0, 1), None
@@ -78,5 +86,10 @@ def _forbidden(mask: Tensor) -> Tensor:
 ADAPTERS: dict[str, Adapter] = {
     "torch.nn.modules.activation.MultiheadAttention": Adapter(
         _forward, output="out_proj", wrap=_whole, prepare=_prepare, convert=_convert, check=_check
+    ),
+}
+BLOCKS = {
+    "torch.nn.modules.transformer.TransformerEncoderLayer": BlockLayout(
+        front=("linear1", BEFORE), mid=("linear2", BEFORE), end=("dropout2", AFTER), msa=("self_attn", AFTER)
     ),
 }
