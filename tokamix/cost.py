@@ -50,7 +50,7 @@ def count_exp(model: nn.Module | str | Path, img_size: int | tuple[int, int] = 2
     """
     if isinstance(model, str | Path):
         return _count_exp_in_onnx(Path(model), img_size)
-    return _trace(model, img_size, _ExpCounter).counts
+    return trace_image(model, img_size, _ExpCounter).counts
 
 
 def exp_nodes(path: str | Path) -> tuple[Counter[str], Counter[str]]:
@@ -62,7 +62,7 @@ def exp_nodes(path: str | Path) -> tuple[Counter[str], Counter[str]]:
 
 def count_macs(model: nn.Module, img_size: int | tuple[int, int] = 224) -> int:
     """Count the multiply-accumulates of one forward pass of one image: matrix products, convolutions and attention."""
-    return _trace(model, img_size, _FlopCounter).flops // 2
+    return trace_image(model, img_size, _FlopCounter).flops // 2
 
 
 def _read_onnx(path: Path) -> Any:
@@ -149,7 +149,7 @@ def _formulas() -> dict[Any, Callable[..., int]]:
     return formulas
 
 
-def _trace(model: nn.Module, img_size: int | tuple[int, int], make_mode: Callable[[], Any]) -> Any:
+def trace_image(model: nn.Module, img_size: int | tuple[int, int], make_mode: Callable[[], Any]) -> Any:
     """Run `model` on one image under a dispatch mode: on the meta device or, if that fails, on its own device."""
     own = first_float(model)
     image = torch.zeros(1, image_channels(model), *to_2tuple(img_size), dtype=own.dtype)

@@ -141,6 +141,61 @@ def test_some_blocks_of_a_body_and_bad_input() -> None:
     assert [type(block.mixer).__name__ for block in model.blocks] == ["SoftmaxAttention", "SimASelfAttention"]
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("levit_128s", {"img_size": 64, "depth": (1, 1, 1)}),  # an activation and a norm around the projection
+        ("fastvit_sa12", {"layers": (1, 1, 1, 1), "embed_dims": (8, 16, 32, 64)}),  # a map, with a linear projection
+        ("visformer_tiny", {"img_size": 64, "embed_dim": 48, "init_channels": 8, "depth": (1, 1, 1), "num_heads": 2}),
+        ("gemma4_vit_167m", {"img_size": 64, "depth": 1, "embed_dim": 32, "num_heads": 2}),  # another name
+        ("vit_base_patch16_siglip_224", {"img_size": 64, "depth": 1, "embed_dim": 24, "num_heads": 3}),  # a pool
+    ],
+)
+def test_output_projections_of_other_hosts(name: str, options: dict[str, Any]) -> None:
+    """Fitted at the projection itself, whatever surrounds it."""
+    torch.manual_seed(0)
+    model, x = timm.create_model(name, num_classes=5, **options).eval(), torch.randn(4, 3, 64, 64)
+    with torch.no_grad():  # branches that start at 0
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    original, naive = copy.deepcopy(model), copy.deepcopy(model)
+    tokamix.swap_mixer(naive)
+    report = tokamix.swap_mixer(model, calibrate=x)
+    assert not [note for note in report.notes if "not calibrated" in note]
+
+    def watch(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        errors = [(network.get_submodule(path)(*args, **kwargs) - output).square().sum() for network in (naive, model)]
+        assert errors[1] < 0.9 * errors[0], path
+
+    with torch.no_grad():
+        for path in report.replaced:
+            hook = original.get_submodule(path).register_forward_hook(watch, with_kwargs=True)
+            original(x)
+            hook.remove()
+
+
+def test_mixers_without_an_output_projection_are_reported() -> None:
+    model = timm.create_model("botnet26t_256", num_classes=5, img_size=64).eval()
+    report = tokamix.swap_mixer(model, calibrate=torch.randn(2, 3, 64, 64))
+    assert report.notes[-1].startswith("not calibrated: 3 without a linear output projection, such as stages.2.1")
+
+
+def test_wide_images_and_the_bank_of_a_vit() -> None:
+    """The new mixers do not see the images: they are told the grid. The bank is fitted among the patch tokens."""
+    torch.manual_seed(0)
+    sizes = {"img_size": (32, 128), "patch_size": 8, "embed_dim": 24, "num_heads": 3, "depth": 1}
+    model = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
+    attention, x = model.blocks[0].attn, torch.randn(8, 3, 32, 128)
+    seen: list[Tensor] = []
+    attention.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    tokens = (model(x), seen[0])[1]
+    q, k, _ = attention.qkv(tokens).unflatten(-1, (3, 3, 8)).permute(2, 0, 3, 1, 4)
+    matrix = (q @ k.mT * 8**-0.5).softmax(-1).mean(0)[:, 1:, 1:].unflatten(2, (4, 16)).unflatten(1, (4, 16))
+    tokamix.swap_mixer(model, "weight_mixing", calibrate=x, image_size=(32, 128))
+    bank = attention.mixer.bank[:3].unflatten(1, (7, 31)).exp() / 65  # of displacements (-3..3, -15..15)
+    torch.testing.assert_close(bank[:, 3, 16], matrix.diagonal(0, 1, 3).diagonal(1, 1, 2).mean((1, 2)))
+
+
 def test_class_tokens_of_mixers_on_a_grid() -> None:
     """They attend as before the swap: fitting the patch tokens must not spoil what the classifier sees."""
     torch.manual_seed(0)

@@ -231,7 +231,7 @@ def test_errors_leave_the_model_unchanged() -> None:
         swap_mixer(model, to="simba")
     with pytest.raises(ValueError, match=r"24 channels of blocks\.0\.attn do not divide into 5 heads"):
         swap_mixer(model, num_heads=5)
-    with pytest.raises(ValueError, match="do not divide into 0 heads"):
+    with pytest.raises(ValueError, match="num_heads=0 must be a whole number from 1 on"):
         swap_mixer(model, num_heads=0)
     with pytest.raises(ValueError, match="ResNet has no attention that swap_mixer can replace"):
         swap_mixer(timm.create_model("resnet18", device="meta"))

@@ -1,6 +1,7 @@
 """Every registered mixer in a host: projections, prefix tokens, grids, the choice of blocks, and the report."""
 
 import copy
+import importlib
 import json
 
 import pytest
@@ -15,6 +16,7 @@ from tokamix.mixers import SuperTokenAttention, list_mixers
 from tokamix.swap import attention, swap_mixer
 
 NAME = "vit_tiny_patch16_224"
+swap_module = importlib.import_module("tokamix.swap.mixer")
 WITH_PROJECTIONS = (
     "softmax",
     "xca",
@@ -119,6 +121,14 @@ def test_options_of_the_mixer() -> None:
     assert model.blocks[0].attn.mixer.mixer.projection.shape == (2, 5, 4, 4)
     with pytest.raises(TypeError, match="projectd"):
         swap_mixer(host(), "linformer", mixer_kwargs={"projectd": 5})
+    for to, options, message in (
+        ("linformer", {"projected": 0}, "at least one projected key, got projected=0"),
+        ("super_token", {"cell": 0}, "super tokens need a cell from 1 on and n_iter from 0 on, got 0"),
+        ("super_token", {"qk_norm": True}, "'qk_norm', but super_token has no such option.*cell, n_iter, backend"),
+        ("softmax", {"window": 7}, "'window', but softmax has no such option between the projections of a host"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            swap_mixer(host(), to, mixer_kwargs=options)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +150,7 @@ def test_choice_of_blocks(where: object, expected: list[int]) -> None:
 def test_global_only() -> None:
     sam = {"img_size": 64, "embed_dim": 24, "num_heads": 2, "depth": 2, "window_size": 2, "neck_chans": 8}
     model = timm.create_model("samvit_base_patch16", global_attn_indexes=(1,), **sam)
-    assert len(swap_mixer(model, where="global").replaced) == 2, "its windows are those of the block"
+    assert list(swap_mixer(model, where="global").replaced) == ["blocks.1.attn"]
     with pytest.raises(ValueError, match=r"where='global' selects none of the 4 attentions"):
         swap_mixer(create("swin_tiny_patch4_window7_224"), where="global")
     for where, message in (
@@ -176,6 +186,21 @@ def test_nothing_is_half_swapped() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("sam2_hiera_tiny", {"stages": (1, 2, 2, 1), "global_att_blocks": (4,)}, ["blocks.4.attn"]),
+        ("hiera_tiny_224", {"stages": (1, 1, 1, 1)}, ["blocks.3.attn"]),
+        ("nest_tiny", {}, [f"levels.2.transformer_encoder.{i}.attn" for i in range(8)]),
+        ("coatnet_0_rw_224", {"depths": (1, 1, 1, 1)}, ["stages.2.blocks.0.attn", "stages.3.blocks.0.attn"]),
+        ("tnt_s_patch16_224", {"depth": 1}, ["blocks.0.attn_out"]),
+    ],
+)
+def test_global_attentions_of_hosts_with_both(name: str, options: dict, expected: list[str]) -> None:
+    model = timm.create_model(name, device="meta", **options)
+    assert list(swap_mixer(model, where="global").replaced) == expected
+
+
 class Custom(nn.Module):
     """An attention without adapter."""
 
@@ -190,6 +215,68 @@ class Subclass(timm.layers.Attention):
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         out = torch.nn.functional.scaled_dot_product_attention(q * 2, k, v)
         return self.proj(out.transpose(1, 2).flatten(2))
+
+
+class Wrapper(timm.layers.Attention):
+    """A subclass whose forward calls that of its base."""
+
+    def forward(self, x: Tensor, **kwargs: object) -> Tensor:
+        return 2 * super().forward(x, **kwargs)
+
+
+class Manual(timm.layers.Attention):
+    """A subclass with a softmax of its own: there is no call that could be replaced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return weigh_tokens(x)
+
+
+def weigh_tokens(x: Tensor) -> Tensor:
+    return (x @ x.mT).softmax(-1) @ x
+
+
+class Helped(nn.Module):
+    """Its softmax is in a function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return weigh_tokens(x)
+
+
+class Layered(nn.Module):
+    """Its softmax is a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.Softmax(dim=-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x @ x.mT) @ x
+
+
+class Functional(nn.Module):
+    """OpenAI's attention pool calls PyTorch's function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.multi_head_attention_forward(x, x, x, 8, 2, *[None] * 5)[0]
+
+
+def test_no_attention_is_overlooked() -> None:
+    """What computes a softmax and cannot be replaced is an error, or stands in the report."""
+    for other in (Helped(), Layered(), Functional(), Manual(8, 2), type("Sub", (nn.MultiheadAttention,), {})(8, 2)):
+        model = nn.Sequential(timm.layers.Attention(8, 2), other)
+        if type(other).__name__ == "Sub":  # it has the forward of nn.MultiheadAttention
+            assert list(swap_mixer(model).replaced) == ["0", "1"]
+            continue
+        with pytest.raises(ValueError, match=r"1 attentions cannot become sima, such as 1: "):
+            swap_mixer(model)
+        assert list(swap_mixer(model, where=[0]).kept) == ["1"]
+    wrapper, x = Wrapper(8, 2), torch.randn(2, 5, 8)
+    plain, swapped = copy.deepcopy(wrapper), timm.layers.Attention(8, 2)
+    swapped.load_state_dict(wrapper.state_dict())
+    swap_mixer(wrapper)
+    swap_mixer(swapped)
+    torch.testing.assert_close(wrapper(x), 2 * swapped(x))
+    assert not torch.allclose(wrapper(x), plain(x))
 
 
 def test_attentions_of_others() -> None:
@@ -223,7 +310,7 @@ def test_sigmoids_of_gates_are_reported() -> None:
     gated = nn.Sequential(timm.layers.Attention(24, 3, gated=True), nn.SiLU())
     report = swap_mixer(gated, relu=True)
     assert report.activations == ["1"]
-    assert report.notes == ["sigmoids remain in 1 gates, such as 0"]
+    assert report.notes == ["exp remains in 1 modules, such as 0 (sigmoid)"]
 
 
 def test_padding_of_naflex() -> None:
@@ -387,9 +474,128 @@ def test_patches_of_naflex_have_no_grid() -> None:
             model(torch.randn(1, 16, 16 * 16 * 3), places, torch.ones(1, 16, dtype=torch.bool))
 
 
+def test_unknown_class_tokens() -> None:
+    """7 x 7 patches and a token that is not known as a class token are no grid of 5 x 10."""
+
+    class Unknown(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.attn = nn.Conv2d(3, 8, 4, 4), timm.layers.Attention(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = self.embed(x).flatten(2).mT
+            return self.attn(torch.cat([tokens[:, :1], tokens], dim=1))
+
+    model, x = Unknown(), torch.randn(1, 3, 28, 28)
+    plain = model(x)
+    with pytest.raises(ValueError, match=r"50 tokens do not form a grid of the aspect ratio 28:28"):
+        swap_mixer(model, "pooling", image_size=28)
+    assert torch.equal(model(x), plain), "the swap is undone"
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "grid"),
+    [
+        (16, (64, 64), (4, 4)),
+        (24, (64, 100), (4, 6)),
+        (7 * 31, (64, 256), (7, 31)),  # patches that overlap
+        (15, (250, 20), (15, 1)),
+        (40, (640, 31), (40, 1)),
+        (49, None, (7, 7)),
+    ],
+)
+def test_token_grid(count: int, size: tuple[int, int] | None, grid: tuple[int, int]) -> None:
+    assert attention.token_grid(count, size) == grid
+
+
+def test_wide_images_without_a_convolution(monkeypatch) -> None:
+    """Patches that a linear layer embeds: the model itself sees the size of the image."""
+
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.attn = nn.Linear(48, 8), timm.layers.Attention(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            patches = x.unflatten(3, (-1, 4)).unflatten(2, (-1, 4)).permute(0, 2, 4, 1, 3, 5)
+            return self.attn(self.embed(patches.flatten(3).flatten(1, 2)))
+
+    model, grids = Linear(), []
+    swap_mixer(model, "pooling", image_size=(16, 64))
+    find = attention.token_grid
+    monkeypatch.setattr(attention, "token_grid", lambda *args: grids.append(grid := find(*args)) or grid)
+    model(torch.randn(1, 3, 16, 64))
+    model(x=torch.randn(1, 3, 8, 16))
+    assert grids == [(4, 16), (2, 4)]
+
+
+def test_masks_given_by_position() -> None:
+    """Mixers with their own projections refuse a mask however it is given, and attention between two sets of tokens."""
+
+    class Net(nn.Module):
+        def __init__(self, cross: bool) -> None:
+            super().__init__()
+            self.embed, self.cross = nn.Conv2d(3, 8, 4, 4), cross
+            self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            x = self.embed(x).flatten(2).mT
+            return self.attn(x, x + self.cross, x + self.cross, mask)[0] if self.cross else self.attn(x, x, x, mask)[0]
+
+    with pytest.raises(ValueError, match="pooling needs self-attention, one tensor as query, key and value"):
+        swap_mixer(Net(cross=True), "pooling", image_size=16)
+    model, x = Net(cross=False), torch.randn(1, 3, 16, 16)
+    swap_mixer(model, "pooling", image_size=16)
+    assert model(x).shape == (1, 16, 8)
+    with pytest.raises(ValueError, match="Pooling cannot exclude masked tokens"):
+        model(x, torch.zeros(1, 16, dtype=torch.bool))
+
+
+def test_a_second_swap_and_an_attention_alone() -> None:
+    model = host()
+    swap_mixer(model)
+    with pytest.raises(ValueError, match=r"it was changed by swap_mixer\(to='sima'\); swap a new model"):
+        swap_mixer(model, "xca")
+    with pytest.raises(ValueError, match=r"pooling needs the grid of its tokens.*swap it in that model, with where="):
+        swap_mixer(timm.layers.Attention(8, 2), "pooling")
+    with pytest.raises(ValueError, match="Attention does not run on an image of 64x64, so that its cost cannot be"):
+        swap_mixer(timm.layers.Attention(8, 2), image_size=64)
+
+
+def test_relu_in_other_activations() -> None:
+    """What is not replaced is named: here a SiLU that is no module, found by running the model."""
+
+    class Gated(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.nn.functional.silu(x)
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.Flatten(2), Transposed(), timm.layers.Attention(8, 2), Gated())
+    report = swap_mixer(model, relu=True, image_size=16)
+    assert report.notes == ["exp remains in 1 modules, such as 4 (sigmoid)"]
+    layer = nn.TransformerEncoderLayer(8, 2, 16, activation="gelu", batch_first=True).eval()
+    report = swap_mixer(nn.Sequential(layer, timm.layers.Attention(8, 2)), relu=True, where=["1"])
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():  # PyTorch's fast path reads another attribute
+        fast = layer(x)
+    torch.testing.assert_close(fast, layer(x.requires_grad_()))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"where": 5}, r"where=5 must be 'global', 'every_other', or a list of names and indices"),
+        ({"where": [1.5]}, r"where=\[1\.5\] must be"),
+        ({"where": [True, False]}, r"where=\[True, False\] must be"),
+        ({"image_size": "64"}, "image_size='64' must be the side of images in pixels"),
+        ({"image_size": (1, 2, 3)}, r"image_size=\(1, 2, 3\) must be"),
+        ({"image_size": 63}, "does not run on an image of 63x63, so that its cost cannot be counted"),
+        ({"num_heads": 2.0}, "num_heads=2.0 must be a whole number from 1 on"),
+        ({"mixer_kwargs": [1]}, r"mixer_kwargs=\[1\] must be a mapping"),
+        ({"mixer_kwargs": {"norm": "l3"}}, "SimA has no norm 'l3'"),
+        ({"mixer_kwargs": {"qkv_bias": False}}, "mixer_kwargs has 'qkv_bias', but sima has no such option between"),
+        ({"calibrate": 3}, r"calibration needs images \(B, C, H, W\) without labels, got int"),
+        ({"calibrate": torch.full((2, 3, 64, 64), torch.nan)}, "have values that are not finite"),
+        ({"calibrate": [images(), images()[..., :32]]}, r"does not take the images for calibration, \(2, 3, 64, 32\)"),
         ({"mixer_kwargs": {"norm": torch.tensor(1)}}, "mixer_kwargs must be numbers, texts and lists"),
         ({"calibrate": torch.zeros(0, 3, 64, 64)}, "calibration needs images, got none"),
         ({"calibrate": torch.zeros(2, 3, 60, 64)}, r"does not take the images for calibration, \(2, 3, 60, 64\)"),
@@ -403,6 +609,26 @@ def test_options_that_fail_leave_the_model_unchanged(options: dict, message: str
         swap_mixer(model, "sima", **options)
     assert [(name, type(module)) for name, module in model.named_modules()] == before
     assert "tokamix_changes" not in model.state_dict()
+
+
+def test_a_failed_swap_is_undone(monkeypatch) -> None:
+    """Whatever fails after the first change, the model is as before: modules, weights, hooks, configuration."""
+    model, x = create(NAME, drop_path_rate=0.1).eval(), images()
+    plain, cfg = model(x), model.pretrained_cfg
+
+    def fail(*args: object) -> None:
+        with torch.no_grad():
+            model.blocks[0].attn.proj.weight.zero_()
+        raise RuntimeError("no convergence")
+
+    monkeypatch.setattr(swap_module, "calibrate_mixers", fail)
+    with pytest.raises(RuntimeError, match="no convergence"):
+        swap_mixer(model, relu=True, calibrate=x)
+    assert torch.equal(model(x), plain)
+    assert type(model.blocks[0].attn) is timm.layers.Attention
+    assert type(model.blocks[0].mlp.act) is nn.GELU
+    assert model.pretrained_cfg is cfg
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_blocks_by_range() -> None:

@@ -26,7 +26,7 @@ class Adapter:
         relative: whether that bias depends on displacements only, so that the bank of weight mixing can hold it.
         bias_methods: methods of the host that return such a bias; they return None once it is dropped.
         window: whether the tokens are those of a window, not of the image.
-        windowed: name of an attention -> whether this one's tokens are those of a window.
+        windowed: name of an attention and model -> whether this one's tokens are those of a window, where that differs.
         output: name of the output projection.
         prefix: number of prefix tokens, or a function of the attention's name and module; None for that of the model.
         ordered: whether tokens are in the row-major order of a grid.
@@ -46,7 +46,7 @@ class Adapter:
     relative: bool = False
     bias_methods: tuple[str, ...] = ()
     window: bool = False
-    windowed: Callable[[str], bool] | None = None
+    windowed: Callable[[str, Any], bool] | None = None
     output: str = "proj"
     prefix: int | Callable[[str, Any], int] | None = None
     ordered: bool = True

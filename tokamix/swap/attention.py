@@ -1,6 +1,8 @@
 """Modules that take the place of a host's attention: subclasses of its class with another product inside."""
 
 import functools
+import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from tokamix.layers import channels_first, channels_last
 from tokamix.mixers import Pooling
-from tokamix.mixers.sima_multihead import raise_causal, refuse_causal
+from tokamix.mixers.sima_multihead import raise_causal, refuse_bias, refuse_causal
 from tokamix.swap._host import Adapter
 from tokamix.swap.product import Call, Grid, Product
 
@@ -23,25 +25,44 @@ class ImageSize:
     size: Grid | None = None
 
 
-def remember_image_size(module: Any, args: tuple[Any, ...]) -> None:
-    """Forward pre-hook of the module that sees the image: the patch embedding, or the first convolution."""
-    if isinstance(args[0], Tensor):
-        module.image_size.size = (args[0].shape[-2], args[0].shape[-1])
+def remember_image_size(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of the module that sees the image: patch embedding, first convolution, or the model itself."""
+    image = next(iter((*args, *kwargs.values())), None)
+    if isinstance(image, Tensor) and image.ndim == 4:
+        module.seen_size.size = (image.shape[-2], image.shape[-1])
 
 
 def token_grid(count: int, size: Grid | None) -> Grid:
-    """The grid (H, W) of `count` tokens of an image of a size: the divisors nearest to its aspect ratio."""
+    """The grid (H, W) of `count` tokens of an image of a size; the image is square if the size is unknown.
+
+    There must be a stride with which each side of the grid differs from that of the image by less than one token.
+    """
     count = int(count)
     height, width = (int(size[0]), int(size[1])) if size else (1, 1)
-    rows = round((count * height / width) ** 0.5)
-    for step in range(rows // 2 + 1):
-        for guess in (rows - step, rows + step):
-            if guess > 0 and count % guess == 0:
-                return guess, count // guess
-    raise ValueError(
-        f"{count} tokens do not form a grid of the aspect ratio {height}:{width}; choose a mixer without a grid, such"
-        " as sima, or an image size that the model's strides divide"
-    )
+
+    def fits(rows: int) -> bool:  # rows - 1 <= height / stride <= rows + 1, and the same for the columns, count / rows
+        return height * (count - rows) <= width * rows * (rows + 1) and width * rows * (rows - 1) <= height * (
+            count + rows
+        )
+
+    guess = max(1, round((count * height / width) ** 0.5))
+    grids: list[Grid] = []
+    for rows, step in ((guess, 1), (guess - 1, -1)):
+        while 0 < rows <= count and fits(rows):
+            grids += [(rows, count // rows)] if count % rows == 0 else []
+            rows += step
+    if not grids:
+        raise ValueError(
+            f"{count} tokens do not form a grid of the aspect ratio {height}:{width}; choose a mixer without a grid,"
+            " such as sima, or an image size that the model's strides divide"
+        )
+    return min(grids, key=lambda grid: abs(math.log(grid[0] * width / (grid[1] * height))))
+
+
+def find_window(attention: Any, count: int) -> Grid | None:
+    """The window of an attention, if it has `count` tokens."""
+    window = getattr(attention, "window_size", None)
+    return window if isinstance(window, tuple) and window[0] * window[1] == count else None
 
 
 class Swapped(nn.Module):
@@ -53,8 +74,10 @@ class Swapped(nn.Module):
         mixer: the product, or the mixer with its own projections.
         image_size: the size of the image, for flat tokens.
         prefix: number of prefix tokens.
+        argument_names: of the host's forward.
     """
 
+    argument_names: tuple[str, ...]
     host: type[nn.Module]
     adapter: Adapter
     kind: str
@@ -72,6 +95,7 @@ class Swapped(nn.Module):
         bias: Tensor | None = None,
         scale: float | None = None,
         grid: Grid | None = None,
+        cross: bool = False,
     ) -> Tensor:
         """Mix queries, keys and values (B, heads, N, D).
 
@@ -84,6 +108,7 @@ class Swapped(nn.Module):
             bias: added to the logits of softmax.
             scale: factor of the logits; 1 / sqrt(D) if None.
             grid: grid of the tokens, if the host knows it.
+            cross: whether queries are of other tokens than keys.
         """
         tokens, size = None, grid or self.image_size.size
         if x is not None and self.adapter.layout != "other":
@@ -93,7 +118,7 @@ class Swapped(nn.Module):
         if self.adapter.window and self.adapter.layout == "tokens":
             size = self._find_size(q.shape[2], ())
         windows = self.adapter.window
-        call = Call(tokens, mask, bias, scale, windows, self.prefix, lambda count: token_grid(count, size))
+        call = Call(tokens, mask, bias, scale, windows, self.prefix, lambda count: token_grid(count, size), cross)
         return self.mixer(q, k, v, call)
 
     def attend_like_sdpa(
@@ -130,9 +155,10 @@ class Swapped(nn.Module):
 
     def mix_whole(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of mixers with their own projections: on the patch tokens, then the host's output projection."""
-        if kwargs.get("is_causal"):
+        given = {**dict(zip(self.argument_names, args, strict=False)), **kwargs}
+        if given.get("is_causal"):
             raise_causal(type(self.mixer).__name__)
-        if not self.adapter.window and any("mask" in key and kwargs[key] is not None for key in kwargs):
+        if not self.adapter.window and any("mask" in key and given[key] is not None for key in given):
             raise ValueError(f"{type(self.mixer).__name__} cannot exclude masked tokens; use to='sima', or no mask")
         x, *args = (*args, *kwargs.values())  # type: ignore[assignment]
         tokens, size = to_tokens(x, self.adapter.layout)
@@ -168,8 +194,7 @@ class Swapped(nn.Module):
             return given[0], given[1]
         if not self.adapter.window:
             return self.image_size.size
-        window = getattr(self, "window_size", None)
-        return window if isinstance(window, tuple) and window[0] * window[1] == count else None
+        return find_window(self, count)
 
     def set_window_size(self, window_size: Grid) -> None:
         """timm calls this when the image size changes; without position biases only the window changes."""
@@ -219,7 +244,9 @@ def swapped_class(host: Any, adapter: Adapter, kind: str) -> Any:
             return out
 
     methods = dict.fromkeys(adapter.bias_methods, _no_bias) if kind == "plain" else {}
+    names = tuple(inspect.signature(host.forward).parameters)[1:]
     body = {"host": host, "adapter": adapter, "kind": kind, "forward": forward, "__module__": __name__, **methods}
+    body["argument_names"] = names
     made = type(f"Swapped{host.__name__}", (Swapped, host), body)
     return register_notrace_module(made)  # operators look at shapes, so symbolic tracing must not enter
 
@@ -295,7 +322,11 @@ def split_mask(
         raise_causal(product.name)
     if attn_mask is None or adapter.position:  # the masks of these hosts are position biases
         return None, None
-    mask = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask < 0
+    if attn_mask.dtype == torch.bool:
+        mask = ~attn_mask
+    else:
+        refuse_bias(attn_mask, product.name)
+        mask = attn_mask < 0
     refuse_causal(mask, product.name)
     return mask, None
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from tokamix.layers import split_heads
 from tokamix.mixers.weight_mixing import WeightMixing
+from tokamix.swap.attention import ImageSize, Swapped, to_tokens, token_grid
 from tokamix.swap.bank import displacements, set_entries
 
 OUTPUTS = ("proj", "out_proj", "refine.proj")  # names of output projections
@@ -50,32 +51,47 @@ def calibrate_mixers(
     """
     batches = _list_batches(images)
     mixers = {name: model.get_submodule(name) for name in hosts}
+    sizes: list[Any] = [module.seen_size for module in model.modules() if hasattr(module, "seen_size")]
     training = {module: module.training for network in (model, original) for module in network.modules()}
     model.eval(), original.eval()
     try:
         fits = {name: fit for name, host in hosts.items() if (fit := _input_fit(mixers[name], host)) is not None}
-        _observe(original, {hosts[name]: fit.add for name, fit in fits.items()}, batches)
+        _observe(original, {hosts[name]: fit.add for name, fit in fits.items()}, batches, sizes)
         for fit in fits.values():
             fit.solve()
         outputs = {name: OutputFit(mixers[name], host) for name, host in hosts.items()}
-        _observe(original, {hosts[name]: fit.add for name, fit in outputs.items()}, batches)
+        watchers = {fit.host_layer: fit.see for fit in outputs.values() if fit.host_layer is not None}
+        watchers |= {hosts[name]: fit.add for name, fit in outputs.items()}
+        _observe(original, watchers, batches, sizes)
         return {name: fit.solve() for name, fit in outputs.items()}
     finally:
         for module, mode in training.items():
             module.training = mode
 
 
+def describe_unfitted(model: nn.Module, hosts: Mapping[str, nn.Module]) -> list[str]:
+    """A note on the mixers that a calibration leaves as they are."""
+    mixers = {name: model.get_submodule(name) for name in hosts}
+    names = [
+        name
+        for name, mixer in mixers.items()
+        if _output_layer(mixer) is None and _input_fit(mixer, hosts[name]) is None
+    ]
+    return [f"not calibrated: {len(names)} without a linear output projection, such as {names[0]}"] if names else []
+
+
 @torch.no_grad()
 def check_images(original: nn.Module, images: Images) -> list[Tensor]:
-    """The batches of images for a calibration, after a trial with one image; a network in training mode stays so."""
+    """The batches of images for a calibration, after a trial with one image of each shape."""
     batches = _list_batches(images)
     own = next(original.parameters())
     training = {module: module.training for module in original.modules()}
     try:
-        original.eval()(batches[0][:1].to(own.device))
+        for batch in {(batch.shape[1:], batch.dtype): batch for batch in reversed(batches) if len(batch)}.values():
+            original.eval()(batch[:1].to(own.device))
     except (RuntimeError, AssertionError, ValueError) as error:
         raise ValueError(
-            f"the model does not take the images for calibration, {tuple(batches[0].shape)} {batches[0].dtype}: {error}"
+            f"the model does not take the images for calibration, {tuple(batch.shape)} {batch.dtype}: {error}"
         ) from error
     finally:
         for module, mode in training.items():
@@ -84,18 +100,29 @@ def check_images(original: nn.Module, images: Images) -> list[Tensor]:
 
 
 def _list_batches(images: Images) -> list[Tensor]:
-    batches = [images] if isinstance(images, Tensor) else list(images)
+    single = isinstance(images, Tensor) or not isinstance(images, Iterable)
+    batches: list[Any] = [images] if single else list(images)
     wrong = next((batch for batch in batches if not isinstance(batch, Tensor) or batch.ndim != 4), None)
     if wrong is not None:
         given = tuple(wrong.shape) if isinstance(wrong, Tensor) else type(wrong).__name__
         raise ValueError(f"calibration needs images (B, C, H, W) without labels, got {given}")
     if not batches or not sum(map(len, batches)):
         raise ValueError("calibration needs images, got none; give a batch (B, C, H, W)")
+    if not all(batch.isfinite().all() for batch in batches):
+        raise ValueError("the images for calibration have values that are not finite; leave these images out")
     return batches
 
 
-def _observe(original: nn.Module, watchers: Mapping[nn.Module, Callable[..., None]], batches: Sequence[Tensor]) -> None:
-    """Run the original on all images, and call each watcher with the input and the output of its module."""
+def _observe(
+    original: nn.Module,
+    watchers: Mapping[nn.Module, Callable[..., None]],
+    batches: Sequence[Tensor],
+    sizes: Sequence[ImageSize],
+) -> None:
+    """Run the original on all images, and call each watcher with the input and the output of its module.
+
+    `sizes` tell the new mixers, which do not see the images themselves, the grids of their tokens.
+    """
     if not watchers:
         return
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -109,6 +136,8 @@ def _observe(original: nn.Module, watchers: Mapping[nn.Module, Callable[..., Non
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
         device = next(original.parameters()).device
         for batch in batches:
+            for size in sizes:
+                size.size = (batch.shape[-2], batch.shape[-1])
             original(batch.to(device))
 
 
@@ -116,7 +145,7 @@ def _input_fit(mixer: Any, host: Any) -> Any:
     """The fit of what a new mixer computes from its input, where there is one."""
     if not (isinstance(getattr(host, "qkv", None), nn.Linear) and hasattr(host, "q_norm") and hasattr(host, "k_norm")):
         return None  # not the softmax attention of timm or of a body
-    if isinstance(mixer, WeightMixing):
+    if isinstance(getattr(mixer, "mixer", mixer), WeightMixing):
         return BankFit(mixer, host)
     if not any("SimA" in type(module).__name__ for module in (mixer, getattr(mixer, "mixer", None))):
         return None
@@ -153,7 +182,7 @@ class BilinearFit:
 
     def add(self, args: Any, kwargs: Any, output: Any) -> None:
         """Add a batch of tokens."""
-        for x in _parts(args[0].flatten(1, -2), self.host.num_heads):
+        for x in _parts(_first(args, kwargs).flatten(1, -2), self.host.num_heads):
             q, k, attention = _attention(self.host, x)
             if self.host.qkv.bias is not None:
                 q, k = (torch.cat([part, torch.ones_like(part[..., :1])], -1) for part in (q, k))
@@ -167,7 +196,7 @@ class BilinearFit:
         grams_q, grams_k = torch.cat(self.grams_q).transpose(0, 1), torch.cat(self.grams_k).transpose(0, 1)
         target = torch.cat(self.products).mean(0)  # (H, D', D')
         weight, bias = self.mixer.qkv.weight, self.mixer.qkv.bias
-        heads, width = self.host.num_heads, weight.shape[1] // self.host.num_heads
+        heads, width = self.host.num_heads, len(weight) // (3 * self.host.num_heads)
         rotation = _dct(width).to(target)
         for head in range(heads):
             left, right = _bilinear_factors(grams_q[head], grams_k[head], target[head], width)
@@ -223,16 +252,24 @@ def _dct(size: int) -> Tensor:
 class BankFit:
     """The bank of weight mixing: the logarithm of each head's mean attention at every displacement."""
 
-    def __init__(self, mixer: WeightMixing, host: Any) -> None:
-        self.mixer, self.host = mixer, host
+    def __init__(self, mixer: Any, host: Any) -> None:
+        self.mixer: Any = getattr(mixer, "mixer", mixer)
+        self.host, self.swapped = host, mixer
+        self.prefix = getattr(mixer, "prefix", 0)
         self.total: Tensor | None = None  # of the attention (H, displacements), and of the pairs of tokens
         self.pairs: Tensor | None = None
 
     def add(self, args: Any, kwargs: Any, output: Any) -> None:
         """Add a batch of tokens of a grid."""
-        x, grid = args[0], args[1]
+        x, n = _first(args, kwargs), self.prefix
+        x, size = to_tokens(x, "tokens")
+        if isinstance(self.swapped, Swapped):
+            grid = size or token_grid(x.shape[1] - n, self.swapped.image_size.size)
+        else:
+            grid = args[1]
         parts = _parts(x, self.host.num_heads)
-        attention = sum(_attention(self.host, part)[2].sum(0).double() for part in parts) * (x.shape[1] / len(x))
+        attention: Any = sum(_attention(self.host, part)[2].sum(0).double() for part in parts)
+        attention = attention[:, n:, n:] * (x.shape[1] / len(x))
         index, held = displacements(grid, self.mixer.window, x.device)
         size = self.mixer.bank[0].numel()
         total = attention.new_zeros(len(attention), size).index_add_(1, index[held], attention[:, held])
@@ -259,9 +296,10 @@ class OutputFit:
 
     def __init__(self, mixer: nn.Module, host: Any) -> None:
         self.mixer = mixer
-        name = next((name for name in OUTPUTS if _is_linear(mixer, name)), None)
-        self.parent: Any = None if name is None else mixer.get_submodule(name.rpartition(".")[0])
-        self.name = "" if name is None else name.rpartition(".")[2]
+        self.layout = mixer.adapter.layout if isinstance(mixer, Swapped) else "tokens"
+        self.name = _output_layer(mixer)
+        self.host_layer = None if self.name is None else _submodule(host, self.name)
+        self.seen: list[Tensor] = []  # outputs of the host's layer since the last call of `add`
         self.heads = getattr(host, "num_heads", 1)
         self.gram: Any = 0.0  # of the features and a constant
         self.product: Any = 0.0
@@ -270,38 +308,68 @@ class OutputFit:
         self.error: Any = 0.0  # of a mixer without an output projection
         self.count = 0.0  # sum of the weights of the tokens
 
+    def see(self, args: Any, kwargs: Any, output: Any) -> None:
+        """Keep the output of the host's own projection: the target, whatever the host does with it then."""
+        self.seen.append(output)
+
     def add(self, args: Any, kwargs: Any, output: Any) -> None:
         """Add the features and targets of a batch of tokens."""
-        target = _tokens(output)
+        seen, self.seen = self.seen, []
+        output = output[0] if isinstance(output, tuple) else output
+        if self.name is None:
+            target = _tokens(output, self.layout)
+            mixed = self.mixer(*args, **kwargs)
+            mixed = mixed[0] if isinstance(mixed, tuple) else mixed
+            self.error = self.error + (_tokens(mixed, self.layout) - target).square().sum()
+            self._add_moments(target, torch.ones_like(target[:, :1]))
+            return
+        if len(seen) == 1:
+            output = seen[0]
+            features, layout = self._layer_input(args, kwargs), _layer_layout(self.mixer.get_submodule(self.name))
+        else:  # the host uses the weights of its projection without calling it
+            features, layout = self._output_without_layer(args, kwargs), self.layout
+        features, target = _tokens(features, layout), _tokens(output, layout)
         weight = self._row_weights(output, target)
-        self.mean, self.count = self.mean + (weight * target).sum(0), self.count + float(weight.sum())
-        if self.parent is None:
-            self.error = self.error + (_tokens(self.mixer(*args, **kwargs)) - target).square().sum()
-        else:
-            projection = getattr(self.parent, self.name)
-            setattr(self.parent, self.name, nn.Identity())
-            try:
-                features = _tokens(self.mixer(*args, **kwargs))
-            finally:
-                setattr(self.parent, self.name, projection)
-            features = torch.cat([features, torch.ones_like(features[:, :1])], 1)
-            root = weight.sqrt()
-            features, target = features * root, target * root
-            self.gram = self.gram + features.T @ features
-            self.product = self.product + features.T @ target
-        self.energy = self.energy + target.square().sum()
+        features = torch.cat([features, torch.ones_like(features[:, :1])], 1)
+        self._add_moments(target, weight)
+        root = weight.sqrt()
+        self.gram = self.gram + (features * root).T @ (features * root)
+        self.product = self.product + (features * root).T @ (target * root)
 
-    def _row_weights(self, output: Any, target: Tensor) -> Tensor:
+    def _add_moments(self, target: Tensor, weight: Tensor) -> None:
+        self.mean, self.count = self.mean + (weight * target).sum(0), self.count + float(weight.sum())
+        self.energy = self.energy + (weight * target.square()).sum()
+
+    def _layer_input(self, args: Any, kwargs: Any) -> Tensor:
+        """What the mixer gives to its output projection."""
+        inputs: list[Tensor] = []
+        layer = self.mixer.get_submodule(str(self.name))
+        with layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0])):
+            self.mixer(*args, **kwargs)
+        return inputs[-1]
+
+    def _output_without_layer(self, args: Any, kwargs: Any) -> Tensor:
+        """The mixer's output with its output projection left out."""
+        path, _, name = str(self.name).rpartition(".")
+        parent: Any = self.mixer.get_submodule(path)
+        projection = getattr(parent, name)
+        setattr(parent, name, nn.Identity())
+        try:
+            mixed = self.mixer(*args, **kwargs)
+        finally:
+            setattr(parent, name, projection)
+        return mixed[0] if isinstance(mixed, tuple) else mixed
+
+    def _row_weights(self, output: Tensor, rows: Tensor) -> Tensor:
         """Weights (rows, 1) of the tokens.
 
         Prefix tokens of mixers on a grid attend as before the swap: together they weigh as much as the patch tokens, so
         that the fit to these does not spoil the class token.
         """
-        weight = torch.ones_like(target[:, :1])
+        weight = torch.ones_like(rows[:, :1])
         prefix, product = getattr(self.mixer, "prefix", 0), getattr(self.mixer, "mixer", None)
-        if self.parent is not None and prefix and getattr(product, "on_grid", False):
-            tokens = (output[0] if isinstance(output, tuple) else output).shape[-2]
-            weight.view(-1, tokens)[:, :prefix] = max(1.0, (tokens - prefix) / prefix)
+        if prefix and getattr(product, "on_grid", False):
+            weight.view(*output.shape[:-1], 1)[..., :prefix, :] = max(1.0, (output.shape[-2] - prefix) / prefix)
         return weight
 
     def solve(self) -> float:
@@ -309,19 +377,21 @@ class OutputFit:
         if not self.count:
             return float("nan")  # the original does not call this module
         variance = self.energy - (self.mean / self.count).square().sum() * self.count
-        if self.parent is None:
+        if self.name is None:
             return (self.error / variance).item()
-        projection = getattr(self.parent, self.name)
-        bias = projection.bias if projection.bias is not None else torch.zeros_like(projection.weight[:, 0])
-        weight = torch.cat([projection.weight, bias[:, None]], 1).double()  # (out, features + 1)
-        weight[:, :-1] *= self._gains(weight).repeat_interleave((weight.shape[1] - 1) // self.heads)
+        projection: Any = self.mixer.get_submodule(self.name)
+        matrix = projection.weight.flatten(1)  # also of 1x1 convolutions
+        bias = projection.bias if projection.bias is not None else torch.zeros_like(matrix[:, 0])
+        weight = torch.cat([matrix, bias[:, None]], 1).double()  # (out, features + 1)
+        self.heads = self.heads if matrix.shape[1] % self.heads == 0 else 1
+        weight[:, :-1] *= self._gains(weight).repeat_interleave(matrix.shape[1] // self.heads)
         gram, used = self.gram, slice(None) if projection.bias is not None else slice(-1)
         penalty = RIDGE * torch.diag(gram.diagonal().clamp_min(gram.diagonal().mean() * 1e-9))
         penalty[-1, -1] = 0.0 if projection.bias is not None else 1.0
         residual = self.product - gram @ weight.T
         change = torch.linalg.solve((gram + penalty)[used, used], residual[used]).T
         weight[:, used] += change
-        projection.weight.copy_(weight[:, :-1])
+        projection.weight.copy_(weight[:, :-1].view_as(projection.weight))
         if projection.bias is not None:
             projection.bias.copy_(weight[:, -1])
         error = self.energy - 2 * (weight.T * self.product).sum() + ((weight @ gram) * weight).sum()
@@ -340,14 +410,39 @@ class OutputFit:
         return torch.linalg.solve(matrix + damping, right)
 
 
-def _is_linear(mixer: nn.Module, name: str) -> bool:
+def _output_layer(mixer: nn.Module) -> str | None:
+    """The name of a mixer's output projection, a linear layer or a 1x1 convolution; None if it has none."""
+    for name in (mixer.adapter.output, "mixer.proj") if isinstance(mixer, Swapped) else OUTPUTS:
+        root = _submodule(mixer, name)
+        layers = [] if root is None else [path for path, layer in root.named_modules() if _is_linear(layer)]
+        if layers:
+            return f"{name}.{layers[-1]}".rstrip(".")
+    return None
+
+
+def _submodule(module: nn.Module, name: str) -> nn.Module | None:
     try:
-        return isinstance(mixer.get_submodule(name), nn.Linear)
+        return module.get_submodule(name)
     except AttributeError:
-        return False
+        return None
 
 
-def _tokens(output: Any) -> Tensor:
-    """The tokens of a mixer's output as rows, in float64."""
-    tensor = output[0] if isinstance(output, tuple) else output
+def _is_linear(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear) or (
+        isinstance(layer, nn.Conv2d) and layer.groups == 1 and layer.weight[0, 0].numel() == 1
+    )
+
+
+def _layer_layout(layer: nn.Module) -> str:
+    return "nchw" if isinstance(layer, nn.Conv2d) else "tokens"
+
+
+def _first(args: Any, kwargs: Any) -> Any:
+    return next(iter((*args, *kwargs.values())))
+
+
+def _tokens(tensor: Tensor, layout: str) -> Tensor:
+    """Tokens as rows, in float64."""
+    if layout == "nchw" and tensor.ndim == 4:
+        tensor = tensor.movedim(1, -1)
     return tensor.flatten(0, -2).double()

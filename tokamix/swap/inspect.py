@@ -3,8 +3,10 @@
 import ast
 import functools
 import inspect
+import re
+import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +27,12 @@ from tokamix.swap.product import Call, SoftmaxProduct
 HOSTS = (timm_host, torch_host, torchvision, hf, tokamix_host)
 ADAPTERS: dict[str, Adapter] = {name: adapter for host in HOSTS for name, adapter in host.ADAPTERS.items()}
 KEPT = timm_host.KEPT
-SOFTMAX = ("softmax", "scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS")  # in the source of an attention
+SDPA = "scaled_dot_product_attention"
+# in the source of an attention, in lower case
+SOFTMAX = (
+    *("softmax", SDPA, "all_attention_functions", "multi_head_attention_forward"),
+    *("memory_efficient_attention", "flex_attention", "flash_attn"),
+)
 NO_ATTENTION = ("torch.", "timm.layers.classifier", "tokamix.")  # their softmax classes are in the table, or the mixers
 
 
@@ -33,7 +40,8 @@ NO_ATTENTION = ("torch.", "timm.layers.classifier", "tokamix.")  # their softmax
 class Shapes:
     """Shapes at one attention in a forward pass: queries, keys, values; input and output, if they are tensors.
 
-    `bias` is what the host adds to the logits of softmax.
+    `bias` is what the host adds to the logits of softmax; `inputs` is the number of different tensors among the first
+    three arguments of the call: 1 in self-attention.
     """
 
     q: torch.Size
@@ -42,6 +50,7 @@ class Shapes:
     input: torch.Size | None
     output: torch.Size | None
     bias: Tensor | None = None
+    inputs: int = 1
 
 
 def find_attentions(model: nn.Module) -> tuple[dict[str, tuple[Any, Adapter]], dict[str, str], dict[str, str]]:
@@ -62,10 +71,12 @@ def find_attentions(model: nn.Module) -> tuple[dict[str, tuple[Any, Adapter]], d
         if adapter is not None and adapter.keep is not None and (reason := adapter.keep(name)):
             kept[name] = reason
         elif adapter is not None:
-            window = adapter.window or (adapter.windowed is not None and adapter.windowed(name))
+            window = adapter.window if adapter.windowed is None else adapter.windowed(name, model)
             found[name] = (module, replace(adapter, window=window))
         elif path in KEPT:
             kept[name] = KEPT[path]
+        elif not path.startswith("tokamix.") and (base := known_base(kind)) is not None:
+            unknown[name] = f"{kind.__name__} extends {base.__name__} by a forward without F.{SDPA}"
         elif computes_softmax(kind):
             unknown[name] = f"{kind.__name__} computes a softmax and has no adapter"
     return found, kept, unknown
@@ -74,23 +85,30 @@ def find_attentions(model: nn.Module) -> tuple[dict[str, tuple[Any, Adapter]], d
 @functools.cache
 def find_adapter(kind: Any) -> Adapter | None:
     """The adapter of a class of attention, or of the class that it extends."""
-    for base in kind.__mro__:
-        adapter = ADAPTERS.get(class_path(base))
-        if adapter is not None:
-            if base is kind or kind.forward is base.forward:
-                return adapter
-            # a subclass with its own forward: its product is replaced if it calls PyTorch's
-            calls = "scaled_dot_product_attention" in _source(kind)
-            return replace(adapter, forward=None, convert=None) if calls else None
-    return None
+    base = known_base(kind)
+    if base is None:
+        return None
+    adapter = ADAPTERS[class_path(base)]
+    if kind.forward is base.forward:
+        return adapter
+    # a subclass with its own forward: its product is replaced if it calls PyTorch's, itself or by super().forward
+    own = " ".join(_source(parent) for parent in kind.__mro__[: kind.__mro__.index(base)])
+    calls = SDPA in own or (re.search(r"super\([^)]*\)\.forward\(", own) and SDPA in _source(base))
+    return replace(adapter, forward=None, convert=None) if calls else None
+
+
+def known_base(kind: Any) -> Any:
+    """The class of the table that a class is or extends; None if there is none."""
+    return next((base for base in kind.__mro__ if class_path(base) in ADAPTERS), None)
 
 
 @functools.cache
 def computes_softmax(kind: Any) -> bool:
-    """Whether the source of a class mentions a softmax or PyTorch's attention."""
+    """Whether the source of a class, or of a function that it calls, mentions a softmax or PyTorch's attention."""
     if class_path(kind).startswith(NO_ATTENTION):
         return False
-    return any(word in _source(kind) for word in SOFTMAX)
+    source = (_source(kind) + _called_functions(kind)).lower()
+    return any(word in source for word in SOFTMAX)
 
 
 def class_path(kind: type) -> str:
@@ -100,28 +118,31 @@ def class_path(kind: type) -> str:
 
 def record_shapes(
     model: nn.Module, hosts: dict[str, tuple[Any, Adapter]], size: tuple[int, int], compute: bool = False
-) -> dict[str, Shapes]:
-    """The shapes at each attention for one image of a size; {} if the model takes no image.
+) -> tuple[dict[str, Shapes], str]:
+    """The shapes at each attention for one image of a size; {} and the reason if the model does not run on it.
 
-    Nothing is computed, unless the values of the biases are needed (`compute`).
+    Nothing is computed, unless the values of the biases are needed (`compute`) or the model needs its own device.
     """
-    recorded: dict[str, Shapes] = {}
-    with unchanged(hosts):
+    reason = ""
+    for values in dict.fromkeys((compute, True)):
+        recorded: dict[str, Shapes] = {}
         handles = []
-        for name, (host, adapter) in hosts.items():
-            recorder = _Recorder()
-            swap(host, replace(adapter, convert=None), recorder, ImageSize(), 0)
-            hook = functools.partial(_record, recorded, recorder, name)
-            handles.append(host.register_forward_hook(hook, with_kwargs=True))
-        try:
-            with plain_inference(model):
-                _forward(model, size, compute)
-        except Exception:  # whatever it is, the shapes are not known
-            return {}
-        finally:
-            for handle in handles:
-                handle.remove()
-    return recorded
+        with unchanged(host for host, _ in hosts.values()):
+            for name, (host, adapter) in hosts.items():
+                recorder = _Recorder()
+                swap(host, replace(adapter, convert=None), recorder, ImageSize(), 0)
+                hook = functools.partial(_record, recorded, recorder, name)
+                handles.append(host.register_forward_hook(hook, with_kwargs=True))
+            try:
+                with plain_inference(model):
+                    _forward(model, size, values)
+                return recorded, ""
+            except Exception as error:  # whatever it is, the shapes are not known
+                reason = reason or f"{type(error).__name__}: {error}"
+            finally:
+                for handle in handles:
+                    handle.remove()
+    return {}, reason
 
 
 def nominal_size(model: nn.Module) -> tuple[int, int]:
@@ -137,23 +158,45 @@ def nominal_size(model: nn.Module) -> tuple[int, int]:
 
 
 @contextmanager
-def unchanged(hosts: dict[str, tuple[Any, Adapter]]) -> Iterator[None]:
-    """Restore the modules of attentions when the block ends."""
-    tables = ("_parameters", "_buffers", "_modules")
-    saved = [
-        (host, type(host), dict(vars(host)), [dict(vars(host)[table]) for table in tables])
-        for host, _ in hosts.values()
-    ]
+def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore modules when the block ends: their classes, attributes, children and hooks; tensors keep their values."""
+    restore = _snapshot(modules)
     try:
         yield
     finally:
-        for host, kind, attributes, contents in saved:
-            host.__class__ = kind
-            vars(host).clear()
-            vars(host).update(attributes)
-            for table, content in zip(tables, contents, strict=True):
-                vars(host)[table].clear()
-                vars(host)[table].update(content)
+        restore()
+
+
+@contextmanager
+def unchanged_on_error(model: nn.Module, original: nn.Module | None = None) -> Iterator[None]:
+    """Restore a model if the block fails; with a copy of the original also the values of its tensors."""
+    restore = _snapshot(model.modules())
+    try:
+        yield
+    except BaseException:
+        restore()
+        if original is not None:
+            model.load_state_dict(original.state_dict())
+        raise
+
+
+def _snapshot(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """A function that brings modules back to their present state."""
+    saved = [
+        (module, type(module), dict(vars(module)), [(v, dict(v)) for v in vars(module).values() if isinstance(v, dict)])
+        for module in modules
+    ]
+
+    def restore() -> None:
+        for module, kind, attributes, tables in saved:
+            module.__class__ = kind
+            vars(module).clear()
+            vars(module).update(attributes)
+            for table, content in tables:
+                table.clear()
+                table.update(content)
+
+    return restore
 
 
 class _Recorder(SoftmaxProduct):
@@ -172,11 +215,12 @@ def _record(
     recorded: dict[str, Shapes], recorder: Any, name: str, _: Any, args: tuple[Any, ...], kwargs: Any, output: Any
 ) -> None:
     if recorder.shapes is not None:
-        first = next(iter((*args, *kwargs.values())))
+        first, *_ = given = (*args, *kwargs.values())
         output = output[0] if isinstance(output, tuple) else output
         x, out = (t.shape if isinstance(t, Tensor) else None for t in (first, output))
         q, k, v = recorder.shapes
-        recorded[name] = Shapes(q, k, v, x, out, recorder.bias)
+        inputs = len({id(argument) for argument in given[:3]})
+        recorded[name] = Shapes(q, k, v, x, out, recorder.bias, inputs)
 
 
 def _forward(model: nn.Module, size: tuple[int, int], compute: bool) -> None:
@@ -190,7 +234,7 @@ def _forward(model: nn.Module, size: tuple[int, int], compute: bool) -> None:
 
 @functools.cache
 def _source(kind: Any) -> str:
-    """The source of a class without comments and docstrings, whose examples may name functions too."""
+    """The source of a class or function without comments and docstrings, whose examples may name functions too."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     except (OSError, TypeError, SyntaxError):
@@ -199,3 +243,11 @@ def _source(kind: Any) -> str:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
             node.body[0] = ast.Pass()
     return ast.unparse(tree)
+
+
+def _called_functions(kind: Any) -> str:
+    """The source of the functions that a class calls by their name in its module."""
+    space = vars(sys.modules.get(kind.__module__, object))
+    calls = (node.func for node in ast.walk(ast.parse(_source(kind))) if isinstance(node, ast.Call))
+    names = sorted({call.id for call in calls if isinstance(call, ast.Name)})
+    return " ".join(_source(space[name]) for name in names if inspect.isfunction(space.get(name)))

@@ -1,32 +1,35 @@
 """Replace the attention of an existing model by another mixer."""
 
 import copy
-import json
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch.nn.functional as F
-from timm.layers import GELU, GELUTanh, QuickGELU, Swish, to_2tuple
 from torch import nn
 
-from tokamix._construction import record_step
+from tokamix._construction import describe, read_record, record_step
 from tokamix.mixers import Site
 from tokamix.mixers.context_broadcast import ContextBroadcast
 from tokamix.mixers.registry import create_mixer, get_mixer
 from tokamix.mixers.weight_mixing import WeightMixing
 from tokamix.swap._host import Adapter
-from tokamix.swap.attention import ImageSize, remember_image_size, swap, token_grid
+from tokamix.swap.activations import remaining_exp, replace_activations
+from tokamix.swap.attention import ImageSize, find_window, remember_image_size, swap, token_grid
 from tokamix.swap.bank import carry_bias
 from tokamix.swap.bodies import create_replacement, find_body_blocks
-from tokamix.swap.calibrate import Images, calibrate_mixers, check_images
-from tokamix.swap.inspect import Shapes, class_path, find_attentions, nominal_size, record_shapes
+from tokamix.swap.calibrate import Images, calibrate_mixers, check_images, describe_unfitted
+from tokamix.swap.inspect import (
+    Shapes,
+    class_path,
+    find_attentions,
+    nominal_size,
+    record_shapes,
+    unchanged_on_error,
+)
+from tokamix.swap.options import check_heads, check_kwargs, check_size, check_where
 from tokamix.swap.product import create_product
 from tokamix.swap.report import Cost, SwapReport
 
-GELUS = (nn.GELU, GELU, GELUTanh, QuickGELU)
-SILUS = (nn.SiLU, Swish)
 # their parameters do not depend on widths or grids, and they accept any number of keys: no shapes need be known
 SHAPELESS = ("sima", "softmax", "efficient", "nystrom")
 # modules that compute a position bias outside of the attention
@@ -86,45 +89,61 @@ def swap_mixer(
     if not isinstance(model, nn.Module):
         raise TypeError(f"swap_mixer changes a model, not {model!r}; create it first, with tokamix.create_model(name)")
     get_mixer(to)
-    options = dict(mixer_kwargs or {})
-    if where is not None and not isinstance(where, str):
-        where = [entry if isinstance(entry, str) else operator.index(entry) for entry in where]
-    try:
-        json.dumps(options)
-    except (TypeError, ValueError) as error:  # the record of the change could not hold them
-        raise ValueError(f"mixer_kwargs must be numbers, texts and lists of them: {error}") from None
+    options, where, size = check_kwargs(mixer_kwargs), check_where(where), check_size(image_size)
+    check_heads(num_heads)
     original = copy.deepcopy(model) if calibrate is not None else None
     if original is not None and calibrate is not None:
         calibrate = check_images(original, calibrate)
-    if blocks := find_body_blocks(model):
-        report = _swap_body(model, blocks, to, num_heads, relu, where, options, image_size)
-        _calibrate(model, original, report, calibrate)
-        return report
+    with unchanged_on_error(model, original):
+        if blocks := find_body_blocks(model):
+            report, arguments = _swap_body(model, blocks, to, num_heads, where, options, size)
+        else:
+            report, arguments = _swap_hosts(model, to, num_heads, keep_class_attention, where, partial, options, size)
+        if relu:
+            report.activations = replace_activations(model)
+            report.notes += remaining_exp(model, size or nominal_size(model))
+            arguments["relu"] = True
+        if original is not None and calibrate is not None:
+            hosts = {name: original.get_submodule(name) for name in report.replaced}
+            report.notes += describe_unfitted(model, hosts)
+            calibrate_mixers(model, hosts, original, calibrate)
+        report.after = _count_cost(model, size, f" with {to}")
+        record_step(model, "swap_mixer", to=to, **{key: value for key, value in arguments.items() if value})
+    return report
+
+
+def _swap_hosts(
+    model: nn.Module,
+    to: str,
+    num_heads: int | None,
+    keep_class_attention: bool,
+    where: str | list[str | int] | None,
+    partial: bool,
+    options: dict[str, Any],
+    size: tuple[int, int] | None,
+) -> tuple[SwapReport, dict[str, Any]]:
+    """Replace the attention of other libraries' models; returns the report and the arguments to record."""
     hosts, kept, unknown = find_attentions(model)
     if not hosts:
-        left = "; ".join(f"{name}: {reason}" for name, reason in list({**kept, **unknown}.items())[:3])
-        raise ValueError(
-            f"{type(model).__name__} has no attention that swap_mixer can replace"
-            + (f" ({left})" if left else "; docs/guides/swap.md lists the supported models")
-        )
+        _raise_nothing_found(model, {**kept, **unknown})
     chosen, kept_by_choice = _choose(hosts, where, keep_class_attention)
-    size = to_2tuple(image_size) if image_size is not None else None
     run_size = size or nominal_size(model)
     shapes: dict[str, Shapes] = {}
     if size or to not in SHAPELESS:
         compute = to == "weight_mixing" and any(adapter.relative for _, adapter in chosen.values())
-        shapes = record_shapes(model, chosen, run_size, compute)
+        shapes, reason = record_shapes(model, chosen, run_size, compute)
         if not shapes and to not in SHAPELESS and _first_conv(model) is not None:
             raise ValueError(
                 f"{type(model).__name__} did not run on an image of {run_size[0]}x{run_size[1]}, so that the shapes of"
-                f" its tokens, which {to} needs, are unknown; give image_size, the size of its images"
+                f" its tokens, which {to} needs, are unknown; give image_size, the size of its images ({reason})"
             )
     mixers: dict[str, nn.Module] = {}
     grids: dict[str, tuple[int, int] | None] = {}
     impossible: dict[str, str] = dict(unknown) if where is None else {}
     for index, (name, (host, adapter)) in enumerate(chosen.items()):
         try:
-            grids[name] = _nominal_grid(adapter, shapes.get(name), _prefix(model, name, adapter), run_size)
+            prefix = _prefix(model, name, adapter)
+            grids[name] = _nominal_grid(host, adapter, shapes.get(name), prefix, run_size)
             mixers[name] = _create(to, name, host, adapter, shapes.get(name), grids[name], num_heads, index, options)
         except Impossible as error:
             impossible[name] = str(error)
@@ -136,8 +155,8 @@ def swap_mixer(
         )
 
     report = SwapReport(to, {name: type(chosen[name][0]).__name__ for name in mixers})
-    report.kept = {**kept_by_choice, **kept, **impossible}
-    report.before = Cost.of(model, size) if size else None
+    report.kept = {**kept_by_choice, **kept, **unknown, **impossible}
+    report.before = _count_cost(model, size)
     before = {name: tensor.numel() for name, tensor in model.state_dict(keep_vars=True).items()}
     report.carried = [
         name for name, mixer in mixers.items() if _carry_bias(mixer, chosen[name][1], shapes.get(name), grids[name])
@@ -157,18 +176,11 @@ def swap_mixer(
     report.added = {name: after[name] for name in sorted(after.keys() - before.keys())}
     used = [chosen[name][1] for name in mixers if name not in report.carried]
     report.notes = list(dict.fromkeys(adapter.note for adapter in used if adapter.note)) if to != "softmax" else []
-    if relu:
-        report.activations = _replace_activations(model)
-        report.notes += _remaining_sigmoids(model)
-    arguments: dict[str, Any] = {
-        **{"num_heads": num_heads, "relu": relu, "keep_class_attention": keep_class_attention},
+    return report, {
+        **{"num_heads": num_heads, "keep_class_attention": keep_class_attention},
         **{"where": where, "partial": partial, "mixer_kwargs": options},
         "image_size": None if to in SHAPELESS else size,  # parameters of the others depend on the grid
     }
-    record_step(model, "swap_mixer", to=to, **{key: value for key, value in arguments.items() if value})
-    _calibrate(model, original, report, calibrate)
-    report.after = Cost.of(model, size) if size else None
-    return report
 
 
 def _swap_body(
@@ -176,39 +188,48 @@ def _swap_body(
     blocks: Mapping[str, Any],
     to: str,
     num_heads: int | None,
-    relu: bool,
-    where: str | Sequence[str | int] | None,
+    where: str | list[str | int] | None,
     options: dict[str, Any],
-    image_size: int | tuple[int, int] | None,
-) -> SwapReport:
+    size: tuple[int, int] | None,
+) -> tuple[SwapReport, dict[str, Any]]:
     """Replace the softmax attention in the blocks of a body by a registered mixer, as `create_body` creates it."""
     chosen, kept = _choose({name: (block.mixer, Adapter()) for name, block in blocks.items()}, where, keep_class=False)
     mixers = {}
     for name, (host, _) in chosen.items():
         site = blocks[name].site
         mixers[name] = create_replacement(host, to, replace(site, num_heads=num_heads or site.num_heads), **options)
-    size = to_2tuple(image_size) if image_size is not None else None
-    report = SwapReport(
-        to, dict.fromkeys(mixers, "SoftmaxAttention"), kept, before=Cost.of(model, size) if size else None
-    )
+    report = SwapReport(to, dict.fromkeys(mixers, "SoftmaxAttention"), kept, before=_count_cost(model, size))
     before = {name: tensor.numel() for name, tensor in model.state_dict().items()}
     for name, mixer in mixers.items():
         blocks[name].mixer = mixer
     after = {name: tensor.numel() for name, tensor in model.state_dict().items()}
     report.dropped = sorted(before.keys() - after.keys())
     report.added = {name: after[name] for name in sorted(after.keys() - before.keys())}
-    if relu:
-        report.activations = _replace_activations(model)
-    arguments = {"num_heads": num_heads, "relu": relu, "where": where, "mixer_kwargs": options}
-    record_step(model, "swap_mixer", to=to, **{key: value for key, value in arguments.items() if value})
-    report.after = Cost.of(model, size) if size else None
-    return report
+    return report, {"num_heads": num_heads, "where": where, "mixer_kwargs": options}
 
 
-def _calibrate(model: nn.Module, original: nn.Module | None, report: SwapReport, images: Images | None) -> None:
-    """Fit the new mixers to the attentions of the original network, if images are given."""
-    if original is not None and images is not None:
-        calibrate_mixers(model, {name: original.get_submodule(name) for name in report.replaced}, original, images)
+def _raise_nothing_found(model: nn.Module, left: Mapping[str, str]) -> None:
+    record = read_record(model)
+    reasons = [f"{name}: {reason}" for name, reason in list(left.items())[:3]]
+    if any(step["function"] == "swap_mixer" for step in record["steps"]):
+        reasons.insert(0, f"it was changed by {describe(record)}; swap a new model")
+    raise ValueError(
+        f"{type(model).__name__} has no attention that swap_mixer can replace"
+        + (f" ({'; '.join(reasons)})" if reasons else "; docs/guides/swap.md lists the supported models")
+    )
+
+
+def _count_cost(model: nn.Module, size: tuple[int, int] | None, state: str = "") -> Cost | None:
+    """The cost at an image size, if one is given."""
+    if size is None:
+        return None
+    try:
+        return Cost.of(model, size)
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} does not run on an image of {size[0]}x{size[1]}{state}, so that its cost cannot be"
+            f" counted; give the image_size that it takes, or none ({error})"
+        ) from error
 
 
 class Impossible(ValueError):
@@ -296,10 +317,11 @@ def _create_whole(
         raise Impossible(f"it does not map tokens of a grid to themselves, which {to} needs")
     if shapes is None or shapes.input is None:
         raise Impossible(
-            f"{to} needs the shape of its input, but the model did not run on one image; give its image_size"
+            f"{to} needs the grid of its tokens, which a model shows when it runs on an image; swap it in that model,"
+            " with where=[its name]"
         )
-    if isinstance(host, nn.MultiheadAttention) and (shapes.q != shapes.k or not host.batch_first):
-        raise Impossible(f"{to} needs self-attention of tokens with the batch first")
+    if isinstance(host, nn.MultiheadAttention) and (shapes.inputs > 1 or not host.batch_first):
+        raise Impossible(f"{to} needs self-attention, one tensor as query, key and value, with the batch first")
     if shapes.output is not None and shapes.output != shapes.input:
         raise Impossible(f"it changes tokens from {tuple(shapes.input)} to {tuple(shapes.output)}, which {to} cannot")
     dim = shapes.input[1] if adapter.layout == "nchw" and len(shapes.input) == 4 else shapes.input[-1]
@@ -324,7 +346,7 @@ def _heads(host: Any, adapter: Adapter, shapes: Shapes | None) -> tuple[int, int
 
 
 def _nominal_grid(
-    adapter: Adapter, shapes: Shapes | None, prefix: int, image_size: tuple[int, int]
+    host: Any, adapter: Adapter, shapes: Shapes | None, prefix: int, image_size: tuple[int, int]
 ) -> tuple[int, int] | None:
     """The grid of keys at the model's image size."""
     if shapes is None or shapes.input is None:
@@ -335,7 +357,7 @@ def _nominal_grid(
             return size[0], size[1]
     count = max(1, shapes.k[2] - prefix)
     try:
-        return token_grid(count, None if adapter.window else image_size)
+        return token_grid(count, find_window(host, count) if adapter.window else image_size)
     except ValueError:
         return 1, count
 
@@ -358,15 +380,16 @@ def _prefix(model: nn.Module, name: str, adapter: Adapter) -> int:
 
 
 def _watch_image_size(model: nn.Module) -> ImageSize:
-    """Let the module that sees the image tell its size to the mixers, those of earlier swaps included."""
+    """Let the module that sees the image tell its size to the mixers, those of earlier swaps included.
+
+    Without a convolution the model itself sees it.
+    """
     embeds: Any = next((module for module in model.modules() if class_path(type(module)) in EMBEDS), None)
-    module = embeds or _first_conv(model)
-    if module is None:
-        return ImageSize()
-    if not hasattr(module, "image_size"):
-        module.image_size = ImageSize()
-        module.register_forward_pre_hook(remember_image_size)
-    return module.image_size
+    module: Any = embeds or _first_conv(model) or model
+    if not hasattr(module, "seen_size"):
+        module.seen_size = ImageSize()
+        module.register_forward_pre_hook(remember_image_size, with_kwargs=True)
+    return module.seen_size
 
 
 def _first_conv(model: nn.Module) -> Any:
@@ -382,26 +405,3 @@ def _drop_shared_position(model: nn.Module, to: str) -> None:
             for name in SHARED_POSITION:
                 if module._modules.get(name) is not None:
                     setattr(module, name, None)
-
-
-def _replace_activations(model: nn.Module) -> list[str]:
-    """Replace every GELU and SiLU, module or function, by ReLU and return their names."""
-    modules = model.named_modules(remove_duplicate=False)
-    names = [name for name, module in modules if isinstance(module, GELUS + SILUS)]
-    for name in names:
-        model.set_submodule(name, nn.ReLU())
-    for name, module in model.named_modules():
-        if getattr(module, "activation", None) in (F.gelu, F.silu):  # nn.TransformerEncoderLayer and its decoder
-            module.activation = F.relu
-            names.append(f"{name}.activation")
-    return names
-
-
-def _remaining_sigmoids(model: nn.Module) -> list[str]:
-    """A note on gates that still evaluate exp."""
-    gates = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Sigmoid) or isinstance(getattr(module, "gate", None), nn.Linear)
-    ]
-    return [f"sigmoids remain in {len(gates)} gates, such as {gates[0]}"] if gates else []

@@ -40,9 +40,35 @@ def _no_spatial(host: Any) -> None:
         host.rel_pos_type = ""
 
 
-def _in_patch(name: str) -> bool:
+def _in_patch(name: str, model: Any = None) -> bool:
     """TNT's inner attention is among the pixels of a patch."""
     return name.endswith("attn_in")
+
+
+def _in_windowed_block(name: str, model: Any) -> bool:
+    """SAM's blocks have windows or none; SAM 2's have a size of 0 for none, twice."""
+    size = getattr(_owner(name, model), "window_size", 0)
+    return any(size) if isinstance(size, tuple | list) else bool(size)
+
+
+def _in_partition(name: str, model: Any) -> bool:
+    """MaxViT's attention is inside a partition into windows or grids, CoAtNet's is not."""
+    return hasattr(_owner(name, model), "partition_size")
+
+
+def _in_mask_unit(name: str, model: Any) -> bool:
+    """Hiera's first stages attend inside mask units, its last ones globally."""
+    return bool(model.get_submodule(name).use_mask_unit_attn)
+
+
+def _in_block_of_level(name: str, model: Any) -> bool:
+    """NesT's last level is one block."""
+    level = model.get_submodule(name.partition(".transformer_encoder.")[0]) if ".transformer_encoder." in name else None
+    return level is None or level.pos_embed.shape[1] > 1
+
+
+def _owner(name: str, model: Any) -> Any:
+    return model.get_submodule(name.rpartition(".")[0])
 
 
 def _tnt_prefix(name: str, host: Any) -> int:
@@ -119,13 +145,15 @@ ADAPTERS: dict[str, Adapter] = {
         forwards.gcvit, position=("rel_pos",), relative=True, window=True, note=RELATIVE
     ),
     "timm.models.gemma4_vit.Gemma4Attention": Adapter(output="o_proj", prefix=0),
-    "timm.models.hiera.MaskUnitAttention": Adapter(layout="other", window=True, ordered=False),
-    "timm.models.hieradet_sam2.MultiScaleAttention": Adapter(layout="nhwc", window=True),
+    "timm.models.hiera.MaskUnitAttention": Adapter(layout="other", window=True, windowed=_in_mask_unit, ordered=False),
+    "timm.models.hieradet_sam2.MultiScaleAttention": Adapter(layout="nhwc", window=True, windowed=_in_windowed_block),
     "timm.models.iformer.SHMA": Adapter(layout="nchw"),
     "timm.models.levit.Attention": Adapter(forwards.levit, **BIASES, prefix=0, layout="nchw", note=RELATIVE),
     "timm.models.levit.AttentionDownsample": Adapter(forwards.levit_down, **BIASES, **DOWN),
     "timm.models.lowformer.ConvAttention": Adapter(layout="nchw", output="o_proj"),
-    "timm.models.maxxvit.Attention2d": Adapter(layout="nchw", position=("rel_pos",), relative=True, note=RELATIVE),
+    "timm.models.maxxvit.Attention2d": Adapter(
+        layout="nchw", position=("rel_pos",), relative=True, windowed=_in_partition, note=RELATIVE
+    ),
     "timm.models.maxxvit.AttentionCl": Adapter(
         layout="nhwc", position=("rel_pos",), relative=True, window=True, note=RELATIVE
     ),
@@ -133,7 +161,7 @@ ADAPTERS: dict[str, Adapter] = {
     "timm.models.mvitv2.MultiScaleAttention": Adapter(
         forwards.mvit, position=("rel_pos_h", "rel_pos_w"), prepare=_no_spatial, **DOWN
     ),
-    "timm.models.nest.Attention": Adapter(layout="other", window=True),
+    "timm.models.nest.Attention": Adapter(layout="other", window=True, windowed=_in_block_of_level),
     "timm.models.nextvit.EfficientAttention": Adapter(prefix=0),
     "timm.models.pvt_v2.Attention": Adapter(prefix=0),
     "timm.models.shvit.SHSA": Adapter(forwards.shvit, layout="nchw"),
@@ -167,7 +195,12 @@ ADAPTERS: dict[str, Adapter] = {
         position=("rel_pos",), relative=True, note=RELATIVE
     ),
     "timm.models.vision_transformer_sam.Attention": Adapter(
-        layout="nhwc", head_axis=0, position=("rel_pos_h", "rel_pos_w"), prepare=_no_relative, note=RELATIVE
+        layout="nhwc",
+        head_axis=0,
+        position=("rel_pos_h", "rel_pos_w"),
+        windowed=_in_windowed_block,
+        prepare=_no_relative,
+        note=RELATIVE,
     ),
     "timm.models.volo.Attention": Adapter(layout="nhwc"),
     "timm.models.volo.ClassAttention": Adapter(forwards.class_attention, layout="other", class_attention=True),
