@@ -1,13 +1,14 @@
 """SimA in place of nn.MultiheadAttention in PyTorch's transformers."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.swap.hosts import weights
+from tests.swap.hosts import broadcast, change_inputs, change_outputs, submodules, weights
 from tokamix.layers import merge_heads, split_heads
 from tokamix.mixers import SimA
-from tokamix.swap import swap_mixer
+from tokamix.swap import insert_context_broadcast, remove_context_broadcast, swap_mixer
 
 
 def transformer(kind: str, **kwargs: object) -> nn.Module:
@@ -53,6 +54,74 @@ def test_norm_of_sima() -> None:
     everything = torch.zeros(6, 6, dtype=torch.bool)  # a mask that excludes nothing
     for mask in (None, everything):
         torch.testing.assert_close(host(x, x, x, attn_mask=mask)[0], host.out_proj(merge_heads(expected)))
+
+
+def test_softmax_keeps_masks() -> None:
+    """With the host's own product: padding, biases of the logits for each head, and causal masks."""
+    x, padding = torch.randn(2, 6, 16, dtype=torch.float64), torch.arange(6) >= torch.tensor([[6], [4]])
+    causal = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    for masks in (
+        {"key_padding_mask": padding},
+        {"attn_mask": torch.randn(6, 6, dtype=torch.float64)},
+        {"attn_mask": torch.randn(4, 6, 6, dtype=torch.float64), "key_padding_mask": padding.double() * -1e9},
+        {"attn_mask": causal},
+        {"attn_mask": causal, "is_causal": True, "need_weights": False},
+    ):
+        host = nn.MultiheadAttention(16, 2, batch_first=True, dtype=torch.float64)
+        expected = host(x, x, x, **masks)[0]
+        swap_mixer(host, "softmax")
+        torch.testing.assert_close(host(x, x, x, **masks)[0], expected)
+
+
+@pytest.mark.parametrize(("to", "norm"), [("sima", "l1"), ("sima", "l2"), ("performer", None)])
+def test_masks_that_have_no_meaning_are_refused(to: str, norm: str | None) -> None:
+    """Biases of logits, and causal masks; SimA also takes additive masks that exclude pairs."""
+    x = torch.randn(2, 6, 16)
+    host = nn.MultiheadAttention(16, 2, batch_first=True)
+    swap_mixer(host, to, mixer_kwargs={} if norm is None else {"norm": norm})
+    with pytest.raises(ValueError, match="has no logits to add a bias to"):
+        host(x, x, x, attn_mask=torch.randn(6, 6))
+    with pytest.raises(ValueError, match="has no causal form"):
+        host(x, x, x, attn_mask=nn.Transformer.generate_square_subsequent_mask(6))
+    if norm:
+        excluded = torch.eye(6, dtype=torch.bool)
+        additive = torch.zeros(6, 6).masked_fill(excluded, -100.0)
+        torch.testing.assert_close(host(x, x, x, attn_mask=additive)[0], host(x, x, x, attn_mask=excluded)[0])
+
+
+@pytest.mark.parametrize("norm", ["l1", "l2"])
+def test_padding_between_two_sets_of_tokens(norm: str) -> None:
+    """As many queries as keys: the padding of the keys does not exclude queries."""
+    x, y = (torch.randn(2, 6, 16, dtype=torch.float64) for _ in range(2))
+    padding = torch.arange(6) >= torch.tensor([[6], [4]])
+    host = nn.MultiheadAttention(16, 2, batch_first=True, dtype=torch.float64)
+    swap_mixer(host, mixer_kwargs={"norm": norm})
+    q, k, v = (
+        split_heads(F.linear(t, w, b), 2)
+        for t, w, b in zip((x, y, y), host.in_proj_weight.chunk(3), host.in_proj_bias.chunk(3), strict=True)
+    )
+    k, v = (t.masked_fill(padding[:, None, :, None], 0) for t in (k, v))
+    q, k = (F.normalize(t, p=int(norm[1]), dim=2) for t in (q, k))
+    expected = host.out_proj(merge_heads(q @ (k.mT @ v)))
+    torch.testing.assert_close(host(x, y, y, key_padding_mask=padding)[0], expected)
+
+
+def test_broadcast_in_transformer_encoders() -> None:
+    """At the ends of the MLP and of the attention; only with the batch first, or the mean would be over images."""
+    model, x = transformer("encoder").eval(), torch.randn(3, 6, 16, dtype=torch.float64)
+    for options, pattern, change in (
+        ({}, r"dropout2$", change_outputs),
+        ({"position": "mid"}, r"linear2$", change_inputs),
+        ({"position": "front"}, r"linear1$", change_inputs),
+    ):
+        expected = change(model, submodules(model, pattern), broadcast)(x)
+        insert_context_broadcast(model, **options)
+        torch.testing.assert_close(model(x), expected)
+        remove_context_broadcast(model)
+    insert_context_broadcast(model, block="msa")
+    torch.testing.assert_close(model(x)[:1], model(x[:1]))
+    with pytest.raises(ValueError, match=r"layers\.0 has nn\.MultiheadAttention with the batch second"):
+        insert_context_broadcast(transformer("encoder", batch_first=False))
 
 
 def test_transformer_decoder() -> None:

@@ -9,9 +9,10 @@ from torch.utils.hooks import RemovableHandle
 from tokamix._construction import forget_steps, record_step
 from tokamix.mixers import SimA
 from tokamix.mixers.context_broadcast import KINDS, ContextBroadcast
-from tokamix.swap import hf
+from tokamix.swap import hf, torchvision
 from tokamix.swap import timm as timm_host
 from tokamix.swap import tokamix as tokamix_host
+from tokamix.swap import torch as torch_host
 from tokamix.swap._host import AFTER, BEFORE, BlockLayout
 from tokamix.swap.attention import Swapped
 from tokamix.swap.inspect import KEPT, class_path, find_adapter
@@ -24,6 +25,14 @@ CLASS_TOKEN = {
     "timm.models.vision_transformer.ResPostBlock",
     "timm.models.vision_transformer_relpos.RelPosBlock",
     "timm.models.vision_transformer_relpos.ResPostRelPosBlock",
+    "torchvision.models.vision_transformer.EncoderBlock",
+}
+CLASS_TOKENS = ("cls_token", "class_token", "class_embedding")  # names of parameters
+BLOCKS: dict[str, BlockLayout] = {
+    **timm_host.BLOCKS,
+    **torch_host.BLOCKS,
+    **torchvision.BLOCKS,
+    **tokamix_host.BLOCKS,
 }
 POSITIONS = ("end", "mid", "front")
 MLPS = ("mlp", "ffn", "feed_forward")  # names of the MLP of a block
@@ -37,10 +46,11 @@ def insert_context_broadcast(
 
     Scratching Visual Transformer's Back with Uniform Attention, arXiv 2210.08457; the kinds are those of
     `tokamix.ops.broadcast_context`. A block is a module with an attention that `swap_mixer` knows and an MLP: those of
-    timm, torchvision, Hugging Face and tokamix. "end" is after the last dropout, inside the residual branch; in Hugging
-    Face's newer ViT it is before that dropout, which both branches share. The mean is over all tokens of the MLP: with
-    the class token where there is one (but not in LocalViT, whose MLPs do not receive it), over the whole map in Swin
-    (but over each window for the attention of SAM), with padding in ViLT.
+    timm, torchvision, Hugging Face and tokamix, and nn.TransformerEncoderLayer. Text towers stay as they are. "end" is
+    after the last dropout, inside the residual branch; in Hugging Face's newer ViT it is before that dropout, which
+    both branches share. The mean is over all tokens of the MLP: with the class token where there is one (but not in
+    LocalViT, whose MLPs do not receive it), over the whole map in Swin (but over each window for the attention of SAM),
+    with padding in ViLT.
 
     Parameters keep their names; "cbs" adds its scales. A second call changes nothing, and `remove_context_broadcast`
     undoes it.
@@ -72,7 +82,7 @@ def insert_context_broadcast(
         )
     if kind in ("gate", "hybrid") and not (
         all(layout.class_token for _, layout in layouts.values())
-        and any(name.endswith("cls_token") for name, _ in model.named_parameters())
+        and any(name.endswith(CLASS_TOKENS) for name, _ in model.named_parameters())
     ):
         raise ValueError(
             f"{kind!r} multiplies by the class token, which {type(model).__name__} does not have in every block: use"
@@ -81,6 +91,7 @@ def insert_context_broadcast(
 
     sites: dict[str, tuple[nn.Module, str, Any, bool]] = {}
     for name, (module, layout) in layouts.items():
+        _check_batch_first(name, module)
         for part in PARTS[block]:
             path, side = getattr(layout, "msa" if part == "msa" else position)
             try:
@@ -153,8 +164,10 @@ def _before(site: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return site.get_submodule(BEFORE)(args[0]), *args[1:]
 
 
-def _after(site: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    return site.get_submodule(AFTER)(output)
+def _after(site: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    broadcast = site.get_submodule(AFTER)
+    # attentions of PyTorch and Hugging Face also return their weights
+    return (broadcast(output[0]), *output[1:]) if isinstance(output, tuple) else broadcast(output)
 
 
 def _find_blocks(model: nn.Module) -> dict[str, tuple[nn.Module, BlockLayout]]:
@@ -162,12 +175,32 @@ def _find_blocks(model: nn.Module) -> dict[str, tuple[nn.Module, BlockLayout]]:
     blocks: dict[str, tuple[nn.Module, BlockLayout]] = {}
     for name, module in reversed(list(model.named_modules())):  # children before their parents
         path = class_path(type(module))
-        layout = timm_host.BLOCKS.get(path) or tokamix_host.BLOCKS.get(path) or hf.find_layout(path, module)
-        if layout is None and not any(inner.startswith(f"{name}.") for inner in blocks):
+        layout = BLOCKS.get(path) or hf.find_layout(path, module)
+        prefix = f"{name}." if name else ""
+        if layout is None and not any(inner.startswith(prefix) for inner in blocks):
             layout = _guess_layout(module)
         if layout is not None:
             blocks[name] = (module, layout)
-    return dict(reversed(blocks.items()))
+    return {name: block for name, block in reversed(blocks.items()) if not _is_kept(name, block[0])}
+
+
+def _is_kept(name: str, block: nn.Module) -> bool:
+    """Whether `swap_mixer` keeps the attention of a block, as in text towers, whose later tokens must not be seen."""
+    for inner, module in block.named_modules():
+        kind: Any = type(module)
+        adapter = module.adapter if isinstance(module, Swapped) else find_adapter(kind)
+        if adapter is not None and adapter.keep is not None and adapter.keep(f"{name}.{inner}".lstrip(".")):
+            return True
+    return False
+
+
+def _check_batch_first(name: str, block: nn.Module) -> None:
+    for module in block.modules():
+        if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
+            raise ValueError(
+                f"{name or type(block).__name__} has nn.MultiheadAttention with the batch second, where the mean would"
+                " be over the images; build the model with batch_first=True"
+            )
 
 
 def _guess_layout(module: nn.Module) -> BlockLayout | None:
@@ -180,8 +213,11 @@ def _guess_layout(module: nn.Module) -> BlockLayout | None:
         return None
     windows = any(_adapts_windows(child) for child in module.get_submodule(attention).modules())
     msa = ("drop_path1", BEFORE) if windows else (attention, AFTER)  # outside the windows
-    class_token = class_path(type(module)) in CLASS_TOKEN
-    return BlockLayout((mlp, BEFORE), (f"{mlp}.fc2", BEFORE), (mlp, AFTER), msa, class_token)
+    path = class_path(type(module))
+    layers = [name for name, layer in module.get_submodule(mlp).named_modules() if _is_layer(layer)]
+    second = "fc2" if "fc2" in layers or not layers else layers[-1]
+    class_token = path in CLASS_TOKEN or hf.has_class_token(path)
+    return BlockLayout((mlp, BEFORE), (f"{mlp}.{second}", BEFORE), (mlp, AFTER), msa, class_token)
 
 
 def _has_attention(module: nn.Module) -> bool:
@@ -197,11 +233,13 @@ def _is_attention(module: Any) -> bool:
 def _adapts_windows(module: Any) -> bool:
     kind: Any = type(module)
     adapter = module.adapter if isinstance(module, Swapped) else find_adapter(kind)
-    return adapter is not None and adapter.window
+    return adapter is not None and (adapter.window or adapter.windowed is not None)
 
 
 def _mlp(block: nn.Module, layout: BlockLayout) -> nn.Module:
-    return block.get_submodule(layout.end[0].split(".")[0])
+    mlp = block.get_submodule(layout.end[0].split(".")[0])
+    # the dropout of nn.TransformerEncoderLayer follows the second layer
+    return mlp if any(_is_layer(layer) for layer in mlp.modules()) else block.get_submodule(layout.mid[0])
 
 
 def _attention_output(block: nn.Module, path: str) -> tuple[Any, bool]:
@@ -225,9 +263,13 @@ def _layers(module: nn.Module, path: str) -> list[nn.Module]:
         children = module.get_submodule(path).modules()
     except AttributeError:
         return []
-    return [child for child in children if isinstance(child, nn.Linear | nn.Conv2d)]
+    return [child for child in children if _is_layer(child)]
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | nn.Conv2d)
 
 
 def _last_layer(module: nn.Module) -> Any:
     """The last Linear or convolution of an MLP or block, whose width is that of the tokens."""
-    return [child for child in module.modules() if isinstance(child, nn.Linear | nn.Conv2d)][-1]
+    return [child for child in module.modules() if _is_layer(child)][-1]

@@ -71,8 +71,15 @@ BLOCKS = {
     "transformers.models.vilt.modeling_vilt.ViltLayer": SPLIT,
 }
 
+CLASS_TOKEN = ("vit", "deit", "beit", "dinov2", "dinov2_with_registers", "dinov3_vit", "clip", "vilt")
+
 
 def find_layout(name: str, block: nn.Module) -> BlockLayout | None:
     """The layout of a block by the name of its class; ViT's differs between versions of transformers."""
     layout = BLOCKS.get(name)
     return SPLIT if layout is JOINT and hasattr(block, "intermediate") else layout  # transformers before version 5
+
+
+def has_class_token(name: str) -> bool:
+    """Whether the blocks of a class receive a class token, as the first."""
+    return any(name.startswith(f"transformers.models.{family}.") for family in CLASS_TOKEN)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokamix.layers import merge_heads
-from tokamix.swap._host import Adapter
+from tokamix.swap._host import BEFORE, Adapter, BlockLayout
 
 
 def _shifted_windows(self: Any, x: Tensor) -> Tensor:
@@ -69,4 +69,9 @@ _WINDOWS = Adapter(
 ADAPTERS: dict[str, Adapter] = {
     "torchvision.models.swin_transformer.ShiftedWindowAttention": _WINDOWS,
     "torchvision.models.swin_transformer.ShiftedWindowAttentionV2": _WINDOWS,
+}
+# here the attention itself makes the windows
+BLOCKS = {
+    f"torchvision.models.swin_transformer.{name}": BlockLayout(mid=("mlp.3", BEFORE))
+    for name in ("SwinTransformerBlock", "SwinTransformerBlockV2")
 }
