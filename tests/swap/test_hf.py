@@ -3,6 +3,8 @@
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 
 import tokamix
 from tests.swap.hosts import broadcast, change_inputs, change_outputs, submodules, weights
-from tokamix.swap import insert_context_broadcast, remove_context_broadcast, swap_mixer
+from tokamix.swap import insert_context_broadcast, load_hf, remove_context_broadcast, swap_mixer
 
 SMALL = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 IMAGE = {**SMALL, "image_size": 32, "patch_size": 8}
@@ -63,10 +65,56 @@ def test_swap_in_every_family(family: str) -> None:
     assert model(x)[0].shape == plain.shape
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_relu_broadcast_and_folders_of_every_family(family: str, tmp_path: Path) -> None:
+    """No exp is left, the MLP and the attention broadcast, and a folder comes back as the same network."""
+    size = 64 if family == "Segformer" else 32  # at 32 px it has one key in each stage
+    model, x = create_family(family), torch.randn(2, 3, size, size)
+    plain = model(x)[0]
+    kinds = ["cb"] if family in ("SiglipVision", "Segformer") else ["cb", "gate"]
+    for kind in kinds:
+        for options in ({}, {"position": "mid"}, {"position": "front"}, {"block": "msa"}):
+            sites = insert_context_broadcast(model, kind, **options)
+            assert not torch.allclose(model(x)[0], plain)
+            assert remove_context_broadcast(model) == sites
+            assert torch.equal(model(x)[0], plain)
+    report = swap_mixer(model, relu=True)
+    assert report.activations
+    left = tokamix.count_exp(model, size)
+    assert set(left) <= {"tanh"}, "of the poolers of ViT and DeiT"
+    assert bool(left) == any("exp remains in 1 modules, such as pooler.activation (tanh)" in n for n in report.notes)
+    out = model(x)[0]
+    model.save_pretrained(tmp_path)
+    kind: Any = type(model)
+    with pytest.raises(KeyError, match=r"changed by tokamix: load it with tokamix\.swap\.load_hf"):
+        kind.from_pretrained(tmp_path)
+    assert torch.equal(load_hf(kind, tmp_path)(x)[0], out)
+
+
+def test_folders_of_other_names(tmp_path: Path) -> None:
+    """SegFormer's decoder has other names in files than in the network; a wrong class is refused."""
+    transformers = pytest.importorskip("transformers")
+    kind = transformers.SegformerForSemanticSegmentation
+    model = kind(transformers.SegformerConfig(**STAGES, decoder_hidden_size=8)).eval()
+    swap_mixer(model)
+    model.save_pretrained(tmp_path)
+    x = torch.randn(1, 3, 64, 64)
+    assert torch.equal(load_hf(kind, tmp_path)(x).logits, model(x).logits)
+    with pytest.raises(ValueError, match=r"does not have \d+ weights of SegformerForImageClassification, such as clas"):
+        load_hf(transformers.SegformerForImageClassification, tmp_path)
+    with pytest.raises(TypeError, match="load_hf needs the class of the model, such as transformers"):
+        load_hf(transformers.AutoModel, tmp_path)
+
+
 def test_text_towers_are_kept() -> None:
     transformers = pytest.importorskip("transformers")
     text = {**SMALL, "vocab_size": 50, "max_position_embeddings": 8}
     model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=IMAGE))
+    sites = insert_context_broadcast(model)
+    assert len(sites) == 2, "later words must not be seen by earlier ones"
+    assert all(site.startswith("vision_model") for site in sites)
+    remove_context_broadcast(model)
     report = swap_mixer(model)
     assert all(name.startswith("vision_model") for name in report.replaced)
     assert set(report.kept.values()) == {"is part of a text tower"}

@@ -63,6 +63,25 @@ def test_folders_of_timm_with_another_head(tmp_path: Path) -> None:
         tokamix.create_model(source, pretrained=True, features_only=True)
 
 
+def test_folders_of_timm_on_the_hub_and_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = timm.create_model(NAME, num_classes=5, **VIT).eval(), images()
+    swap_mixer(model)
+    save_for_hf(model, tmp_path, model_args=VIT)
+    asked = []
+
+    def download(repo_id: str, filename: str, revision: str | None) -> str:
+        asked.append((repo_id, filename, revision))
+        return str(tmp_path / filename)
+
+    monkeypatch.setattr("tokamix.models._registry.hf_hub_download", download)
+    loaded = tokamix.create_model("hf-hub:user/name@v1", pretrained=True).eval()
+    assert asked == [("user/name", name, "v1") for name in ("config.json", "model.safetensors")]
+    assert torch.equal(loaded(x), model(x))
+    fresh = tokamix.create_model(f"local-dir:{tmp_path}")
+    assert type(fresh.blocks[0].attn).__name__ == "SwappedAttention"
+    assert not torch.equal(fresh.patch_embed.proj.weight, model.patch_embed.proj.weight)
+
+
 def test_state_dicts() -> None:
     """The unchanged host refuses them, the same change takes them, and so does a changed network the host's."""
     host, model, other = create(NAME), create(NAME), create(NAME)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import timm
+from huggingface_hub import hf_hub_download
 from timm.models import model_entrypoint, split_model_name_tag
 
 from tokamix._construction import RECORD, TIMM_NOTE, record_creation
@@ -38,8 +39,8 @@ def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> Any:
     if ":" not in name and not timm.is_model(arch):
         hint = suggest(arch, timm.list_models(), "`tokamix models` lists them")
         raise ValueError(f"there is no model {name!r}; {hint}")
-    if pretrained and name.startswith("local-dir:") and (record := read_changes(name.removeprefix("local-dir:"))):
-        return _create_changed(name.removeprefix("local-dir:"), record, kwargs)
+    if (folder := _changed_folder(name)) is not None:
+        return _create_changed(folder, pretrained, kwargs)
     with hub_access(f"the pretrained model {name}") if pretrained else nullcontext():
         model = timm.create_model(name, pretrained=pretrained, **kwargs)
     if ":" not in name and not hasattr(model, RECORD):  # folders, the Hub and bodies have arguments of their own
@@ -47,25 +48,51 @@ def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> Any:
     return model
 
 
-def _create_changed(folder: str, record: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+def _changed_folder(name: str) -> Path | None:
+    """The folder of a network that was changed and saved by timm, downloaded from the Hub; None for other names."""
+    if name.startswith("local-dir:"):
+        folder = Path(name.removeprefix("local-dir:"))
+        return folder if _is_changed(folder) else None
+    if not name.startswith("hf-hub:"):
+        return None
+    repository, _, revision = name.removeprefix("hf-hub:").partition("@")
+    files: Any = {"repo_id": repository, "revision": revision or None}
+    with hub_access(name):
+        folder = Path(hf_hub_download(filename="config.json", **files)).parent
+        if not _is_changed(folder):
+            return None
+        hf_hub_download(filename="model.safetensors", **files)
+    return folder
+
+
+def _is_changed(folder: Path) -> bool:
+    config = folder / "config.json"
+    return config.is_file() and str(json.loads(config.read_text()).get("architecture")).endswith(TIMM_NOTE)
+
+
+def _create_changed(folder: Path, pretrained: bool, kwargs: dict[str, Any]) -> Any:
     """Create a network that was changed and saved by timm: the host, the changes, then its weights.
 
     As in timm, a classifier with another number of classes keeps its initial values, and the first convolution is
     adapted to the number of input channels.
     """
+    record = read_changes(folder)
+    if record is None:
+        raise ValueError(f"{folder} holds a changed network without the record of its changes; save it again")
     if kwargs.get("features_only"):
         raise ValueError(
             f"{folder} holds a changed network, which has no features_only; create it without, and call its"
             " forward_intermediates"
         )
-    config = json.loads((Path(folder) / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
     name = config["architecture"].removesuffix(TIMM_NOTE)
     arguments = {**config.get("model_args", {}), **(record["arguments"] or {}), **kwargs}
     arguments = {"num_classes": config["num_classes"], **arguments}
     model = timm.create_model(name, pretrained_cfg=config["pretrained_cfg"], **arguments)
     record_creation(model, name, arguments)
     apply_changes(model, record["steps"])
-    load_checkpoint(model, folder)
+    if pretrained:
+        load_checkpoint(model, folder)
     return model
 
 

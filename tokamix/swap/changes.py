@@ -42,6 +42,10 @@ def load_hf(model_class: Any, folder: str | Path) -> Any:
         model_class: the class of the model, such as transformers.ViTForImageClassification.
         folder: the folder.
     """
+    if getattr(model_class, "config_class", None) is None:
+        raise TypeError(
+            f"load_hf needs the class of the model, such as transformers.ViTForImageClassification, not {model_class!r}"
+        )
     config = model_class.config_class.from_pretrained(folder)
     steps = getattr(config, MARK, None)
     if not steps:
@@ -52,8 +56,14 @@ def load_hf(model_class: Any, folder: str | Path) -> Any:
         model_class.__init__(self, *args, **kwargs)
         apply_changes(self, steps)
 
-    # transformers creates the network and translates names of weights
-    changed: Any = type(model_class.__name__, (model_class,), {"__init__": create})
-    model = changed.from_pretrained(folder, config=config)
+    # transformers creates the network and translates names of weights, for classes of its own modules only
+    body = {"__init__": create, "__module__": model_class.__module__}
+    changed: Any = type(model_class.__name__, (model_class,), body)
+    model, info = changed.from_pretrained(folder, config=config, output_loading_info=True)
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"{folder} does not have {len(missing)} weights of {model_class.__name__}, such as {missing[0]}; load it as"
+            f" the class that was saved, {', '.join(config.architectures or ['which is unknown'])}"
+        )
     model.__class__ = model_class
     return model
