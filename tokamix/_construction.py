@@ -39,6 +39,13 @@ def record_step(model: Any, function: str, **arguments: Any) -> None:
     _mark(model, record)
 
 
+def record_argument(model: Any, name: str, value: Any) -> None:
+    """Record an argument with which a model must be created again, such as an image size that was set later."""
+    record = read_record(model)
+    if record["arguments"] is not None:
+        setattr(model, RECORD, {**record, "arguments": {**record["arguments"], name: value}})
+
+
 def read_record(model: Any) -> dict[str, Any]:
     """A copy of a model's record: name, arguments and steps.
 

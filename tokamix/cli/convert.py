@@ -31,6 +31,9 @@ def convert(
         int | None, typer.Option(help="Those of them that are attention transfer. Default: a fifth; 0 leaves it out.")
     ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Images per step.")] = None,
+    image_size: Annotated[
+        int | None, typer.Option(help="Side of the images in pixels. Default: the recipe's, or the model's own.")
+    ] = None,
     keep: Annotated[int, typer.Option(help="Blocks that keep softmax attention: those that are fitted worst.")] = 0,
     progressive: Annotated[
         bool, typer.Option("--progressive", help="Convert the blocks one after another while fine-tuning.")
@@ -56,13 +59,14 @@ def convert(
         import tokamix
         from tokamix.convert.report import PHASES
 
+        shortcuts = {"batch_size": batch_size, "image_size": image_size}
         result = tokamix.convert(
             source,
             data,
             to,
             output,
             recipe=recipe,
-            overrides=[*(set_ or ()), *([f"batch_size={batch_size}"] if batch_size else ())],
+            overrides=[*(set_ or ()), *(f"{key}={value}" for key, value in shortcuts.items() if value is not None)],
             epochs=epochs,
             transfer_epochs=transfer_epochs,
             keep=keep,

@@ -3,13 +3,14 @@
 import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tokamix._construction import record_argument
 from tokamix.checkpoint import load_checkpoint
 from tokamix.convert.measure import measure_speeds
 from tokamix.convert.report import Conversion
@@ -23,7 +24,10 @@ from tokamix.mixers.registry import get_mixer
 from tokamix.recipes import Recipe, load_overrides, load_recipe
 from tokamix.swap import swap_mixer
 from tokamix.swap.calibrate import calibrate_mixers
+from tokamix.swap.inspect import nominal_size
+from tokamix.swap.mixer import SHAPELESS
 from tokamix.train import train
+from tokamix.train.setup.teacher import load_teacher
 from tokamix.train.tasks.convert import FineTune, Transfer
 
 SIZES = (224, 512, 1024, 2048)
@@ -69,7 +73,7 @@ def convert(
         to: a registered mixer.
         output: folder of the converted network, of the report (conversion.md, conversion.json) and of the transfer.
         recipe: how both trainings are done; default: the original run's own recipe, or `convert` for other models.
-        overrides: values that replace the recipe's, such as "lr=1e-4".
+        overrides: values that replace the recipe's, such as "lr=1e-4"; "image_size=384" also fits the model to it.
         epochs: of both trainings together; default: a quarter of those of the original run, or those of `convert`.
         transfer_epochs: of them, those of attention transfer; 0 leaves it out. Default: a fifth.
         keep: number of blocks that keep softmax attention, those whose calibration has the largest error; or names.
@@ -84,6 +88,7 @@ def convert(
         quiet: print nothing.
     """
     get_mixer(to)  # an unknown name fails before anything is loaded
+    _check_sizes(sizes)
     original, config = _load_original(model)
     splits = create_dataset(data) if isinstance(data, str) else data
     _check_classes(config, splits)
@@ -94,6 +99,9 @@ def convert(
             f"{len(splits.train)} training images do not fill one batch of {recipe.batch_size}; use a smaller one, such"
             f" as --batch-size {max(1, len(splits.train) // 4)}"
         )
+    if teacher not in ("self", "none"):  # it is needed after the transfer only, but may not exist
+        load_teacher(teacher, len(splits.classes), (config.mean, config.std), torch.device("cpu"), nullcontext)
+    _set_image_size(original, config, recipe.image_size)
     where = choose_device(device)
     init_process_group("nccl" if where.type == "cuda" else "gloo")
     where = torch.device("cuda", torch.cuda.current_device()) if where.type == "cuda" else where
@@ -101,6 +109,8 @@ def convert(
     original.to(where)
     result = Conversion(Path(output), _describe(model), to, splits.name, _device_name(where), epochs=plan)
     options: dict[str, Any] = {"mixer_kwargs": dict(mixer_kwargs)} if mixer_kwargs else {}
+    if to not in SHAPELESS:
+        options["image_size"] = recipe.image_size  # their parameters fit the grid of tokens
 
     result.accuracy["original"] = bench.accuracy(original)
     images = list(bench.calibration_batches(calibration_images))
@@ -156,11 +166,33 @@ def convert(
 def _load_original(model: str | Path | nn.Module) -> tuple[nn.Module, InferenceConfig]:
     """The original, with its own copy of the weights, and its inference config."""
     if isinstance(model, nn.Module):
-        return copy.deepcopy(model).eval(), InferenceConfig.from_model(model)
+        # pretrained_cfg does not know the img_size that a model was created with
+        return copy.deepcopy(model).eval(), InferenceConfig.from_model(model).replace(image_size=nominal_size(model)[0])
     network, config = load_model(model)
     if config.task != "classify":
         raise ValueError(f"convert changes classifiers, but {model} is for task {config.task}")
     return network, config
+
+
+def _check_sizes(sizes: Sequence[int]) -> None:
+    """Refuse image sizes that could not be measured after all the training."""
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ValueError(f"sizes is {sizes!r}, but must be image sizes in pixels, such as (224, 512)")
+
+
+@torch.no_grad()
+def _set_image_size(original: Any, config: InferenceConfig, size: int) -> None:
+    """Fit the original to the image size of the recipe; a size that it does not take is refused."""
+    if nominal_size(original) != (size, size) and hasattr(original, "set_input_size"):
+        original.set_input_size(img_size=size)
+        record_argument(original, "img_size", size)
+    try:
+        original.eval()(torch.zeros(1, config.in_chans, size, size))
+    except Exception as error:
+        raise ValueError(
+            f"the model does not take images of {size}x{size}; give the image_size that it was trained with,"
+            f" such as --image-size {config.image_size} ({error})"
+        ) from error
 
 
 def _check_classes(config: InferenceConfig, splits: DatasetSplits) -> None:
@@ -246,6 +278,7 @@ def _swap(original: nn.Module, to: str, options: Mapping[str, Any]) -> tuple[nn.
 
 def _choose_kept(names: Sequence[str], keep: int | Sequence[str], errors: Mapping[str, float]) -> list[str]:
     """Names of the attentions to keep: the given ones, or those that calibration fits worst."""
+    keep = [keep] if isinstance(keep, str) else keep
     if isinstance(keep, int):
         if not 0 <= keep < len(names):
             raise ValueError(

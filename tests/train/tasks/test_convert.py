@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from safetensors.torch import load_file
 
@@ -18,6 +19,7 @@ from tests.train.tiny import TINY, assert_same_bits, tiny_data
 from tokamix.convert import Conversion, Speed
 from tokamix.convert.measure import _process_growth_gb
 from tokamix.convert.report import find_break_even
+from tokamix.convert.run import _load_original
 from tokamix.inference import load_model
 from tokamix.train.tasks.convert import FineTune
 from tokamix.train.tasks.task import Position
@@ -121,12 +123,36 @@ def test_bad_input(classifier_run: Path, tmp_path: Path) -> None:
         tokamix.convert(classifier_run, tiny_data(), keep=2, **arguments)
     with pytest.raises(ValueError, match="transfer_epochs is 4, but must be from 0 to 3"):
         tokamix.convert(classifier_run, tiny_data(), transfer_epochs=4, **arguments)
+    with pytest.raises(ValueError, match=r"sizes is \('8',\), but must be image sizes in pixels"):
+        tokamix.convert(classifier_run, tiny_data(), **{**arguments, "sizes": ("8",)})
+    with pytest.raises(ValueError, match="there is no model 'nobody'"):
+        tokamix.convert(classifier_run, tiny_data(), teacher="nobody", **arguments)
+    with pytest.raises(ValueError, match="keep names 'blocks', but the attentions are"):
+        tokamix.convert(classifier_run, tiny_data(), keep="blocks", **arguments)
+    tiny = timm.create_model("vit_tiny_patch16_224", img_size=8, patch_size=2, depth=1, num_classes=4)
+    assert _load_original(tiny)[1].image_size == 8, "not that of pretrained_cfg"
+    with pytest.raises(ValueError, match=r"does not take images of 8x8; give the image_size.*--image-size 224"):
+        tokamix.convert(timm.create_model("pvt_v2_b0", num_classes=4), tiny_data(), recipe=TINY, **arguments)
     model = tokamix.create_model("columnar_tiny_pooling", num_classes=4, **TINY.model_kwargs, img_size=8)
     with pytest.raises(ValueError, match="no attention that swap_mixer can replace"):
         tokamix.convert(model, tiny_data(), recipe=TINY, **arguments)
     with pytest.raises(ValueError, match="tiny does not have the classes of the model in the same order"):
         tokamix.convert(classifier_run, tiny_data(classes=3), **arguments)
     assert not (tmp_path / "out").exists()
+
+
+def test_image_size_of_another_host(tmp_path: Path) -> None:
+    """A ViT of 16 px, converted with images of 8 px: its positions are resized, and Linformer has the grid of 8 px."""
+    sizes = {"img_size": 16, "patch_size": 2, "depth": 1, "embed_dim": 24, "num_heads": 3}
+    model = tokamix.create_model("vit_tiny_patch16_224", num_classes=4, **sizes)
+    options = OPTIONS | {"epochs": 1, "sizes": ()}
+    result = tokamix.convert(model, tiny_data(), "linformer", tmp_path, recipe=TINY, **options)
+    network, config = load_model(tmp_path)
+    assert config.image_size == 8
+    assert network.pos_embed.shape[1] == 17
+    assert network.blocks[0].attn.mixer.mixer.projection.shape[2:] == (4, 4)
+    assert model.pos_embed.shape[1] == 65, "the given model is not changed"
+    assert result.accuracy["converted"] == tokamix.evaluate(tmp_path, tiny_data(), device="cpu")["top1"]
 
 
 def test_break_even() -> None:
