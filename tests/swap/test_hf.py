@@ -86,10 +86,10 @@ def test_relu_broadcast_and_folders_of_every_family(family: str, tmp_path: Path)
     assert bool(left) == any("exp remains in 1 modules, such as pooler.activation (tanh)" in n for n in report.notes)
     out = model(x)[0]
     model.save_pretrained(tmp_path)
-    kind: Any = type(model)
+    model_class: Any = type(model)
     with pytest.raises(KeyError, match=r"changed by tokamix: load it with tokamix\.swap\.load_hf"):
-        kind.from_pretrained(tmp_path)
-    assert torch.equal(load_hf(kind, tmp_path)(x)[0], out)
+        model_class.from_pretrained(tmp_path)
+    assert torch.equal(load_hf(model_class, tmp_path)(x)[0], out)
 
 
 def test_folders_of_other_names(tmp_path: Path) -> None:
