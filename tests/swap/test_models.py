@@ -146,9 +146,10 @@ def test_swap_of_a_model_of_every_file(file: str, tmp_path: Path) -> None:
     assert bool(tokamix.count_exp(model, x.shape[-1])["softmax"]) == bool(report.kept), "a softmax that is not reported"
     assert missing_gradients(model, x) <= unused
     with torch.no_grad():
-        out = model(x)
+        out, alone = model(x), model(x[:1])
     assert out.shape == plain.shape
     assert not torch.allclose(out, plain)
+    torch.testing.assert_close(alone, out[:1], rtol=1e-3, atol=1e-4)
     save_for_hf(model, tmp_path, model_args=MODELS[file][1])
     loaded = tokamix.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     with torch.no_grad():

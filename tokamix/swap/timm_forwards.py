@@ -105,7 +105,7 @@ def gcvit(self: Any, x: Tensor, q_global: Tensor | None = None) -> Tensor:
     """GCViT's windows, with the queries of the image in every second block."""
     if self.use_global and q_global is not None:
         k, v = fused_qkv(self, x, 2)
-        q = q_global.repeat(x.shape[0] // q_global.shape[0], 1, 1, 1)
+        q = q_global.repeat_interleave(x.shape[0] // q_global.shape[0], dim=0)  # windows are in the order of images
         q = split_heads(q.reshape(x.shape[0], x.shape[1], -1), self.num_heads)
     else:
         q, k, v = fused_qkv(self, x)
