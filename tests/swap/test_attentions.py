@@ -56,9 +56,9 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[Any, ...]]] = {
     "timm.models.eva.EvaAttention": ({"dim": 24, "num_heads": 2, "norm_layer": nn.LayerNorm}, TOKENS, ()),
     "timm.models.fastvit.Attention": ({"dim": 24, "head_dim": 12}, CHANNELS, ()),
     "timm.models.gcvit.WindowAttentionGlobal": (
-        {"dim": 24, **WINDOW},
-        TOKENS,
-        (torch.randn(1, 4, 4, 24, dtype=torch.float64),),
+        {"dim": 24, **WINDOW, "use_global": True},
+        (4, 16, 24),  # two images of two windows
+        (torch.randn(2, 4, 4, 24, dtype=torch.float64),),
     ),
     "timm.models.hiera.MaskUnitAttention": (
         {"dim": 24, "dim_out": 24, "heads": 2, "window_size": 4, "use_mask_unit_attn": True},
@@ -165,6 +165,18 @@ def test_softmax_gives_the_host(name: str) -> None:
         assert list(report.replaced) == [""]
         assert not report.dropped
         torch.testing.assert_close(first(attention(*args)), expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if any(part in name for part in CHANGED)])
+def test_softmax_drops_what_it_cannot_use(name: str) -> None:
+    """Talking heads and temperatures of channels: dropped and named, not left without effect."""
+    attention, args = create(name)
+    report = swap_mixer(attention, "softmax")
+    if "Downsample" not in name:
+        assert report.dropped
+        assert report.notes
+    first(attention(*args)).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in attention.parameters())
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -488,9 +488,10 @@ def test_unknown_class_tokens() -> None:
 
     model, x = Unknown(), torch.randn(1, 3, 28, 28)
     plain = model(x)
-    with pytest.raises(ValueError, match=r"50 tokens do not form a grid of the aspect ratio 28:28"):
-        swap_mixer(model, "pooling", image_size=28)
-    assert torch.equal(model(x), plain), "the swap is undone"
+    for to in ("pooling", "linformer"):
+        with pytest.raises(ValueError, match=rf"its 50 tokens do not form a grid of the image, which {to} needs"):
+            swap_mixer(model, to, image_size=28)
+    assert torch.equal(model(x), plain)
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,7 @@ class SuperTokenAttention(nn.Module):
             raise ValueError(f"{dim} channels do not divide into {num_heads} heads; choose a divisor of {dim}")
         self.cell = (cell, cell) if isinstance(cell, int) else (cell[0], cell[1])
         if min(self.cell) < 1 or n_iter < 0:
-            raise ValueError(
-                f"cells of super tokens have sides from 1 on, got {cell}; iterations from 0 on, got {n_iter}"
-            )
+            raise ValueError(f"super tokens need a cell from 1 on and n_iter from 0 on, got {cell} and {n_iter}")
         self.n_iter, self.backend = n_iter, backend
         self.position = RelativePosition(relative_grid, num_heads, **dd) if relative_grid else None
         self.refine: nn.Module

@@ -23,6 +23,8 @@ class Adapter:
             projections support.
         head_axis: axis of the heads in the host's queries, keys and values; 0 if batch and heads share one.
         position: names of parameters and modules that only make biases of softmax; dropped for other mixers.
+        lost: names of parts that no mixer can use, softmax included, such as talking heads; None if softmax gives the
+            host's own outputs.
         relative: whether that bias depends on displacements only, so that the bank of weight mixing can hold it.
         bias_methods: methods of the host that return such a bias; they return None once it is dropped.
         window: whether the tokens are those of a window, not of the image.
@@ -43,6 +45,7 @@ class Adapter:
     layout: str = "tokens"
     head_axis: int = 1
     position: tuple[str, ...] = ()
+    lost: tuple[str, ...] | None = None
     relative: bool = False
     bias_methods: tuple[str, ...] = ()
     window: bool = False

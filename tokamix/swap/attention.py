@@ -255,10 +255,10 @@ def swap(host: Any, adapter: Adapter, mixer: nn.Module, image_size: ImageSize, p
     """Put a product, or a mixer with its own projections, into a host's attention, in place."""
     whole = not isinstance(mixer, Product)
     kind = "whole" if whole else "bias" if mixer.keeps_bias else "plain"
-    if kind == "plain":
-        for name in adapter.position:
-            if name in host._parameters or name in host._modules or name in host._buffers:
-                setattr(host, name, None)
+    dropped = {"plain": adapter.position, "bias": adapter.lost or (), "whole": ()}[kind]
+    for name in dropped:
+        if name in host._parameters or name in host._modules or name in host._buffers:
+            setattr(host, name, None)
     if whole:
         _keep_output(host, adapter, mixer)
     if hasattr(host, "fused_attn"):

@@ -175,7 +175,8 @@ def _swap_hosts(
     report.dropped = sorted(before.keys() - after.keys())
     report.added = {name: after[name] for name in sorted(after.keys() - before.keys())}
     used = [chosen[name][1] for name in mixers if name not in report.carried]
-    report.notes = list(dict.fromkeys(adapter.note for adapter in used if adapter.note)) if to != "softmax" else []
+    used = used if to != "softmax" else [adapter for adapter in used if adapter.lost is not None]
+    report.notes = list(dict.fromkeys(adapter.note for adapter in used if adapter.note))
     return report, {
         **{"num_heads": num_heads, "keep_class_attention": keep_class_attention},
         **{"where": where, "partial": partial, "mixer_kwargs": options},
@@ -297,20 +298,31 @@ def _create(
     site = Site(width or number, number, grid or (14, 14), stage, index)
     product = create_product(to, site, **options, **dd)
     if product is None:
-        return _create_whole(to, host, adapter, shapes, site, options, dd)
+        return _create_whole(to, host, adapter, shapes, grid, site, options, dd)
     if product.on_grid and not adapter.ordered:
         raise Impossible(f"its tokens are not in the order of a grid, which {to} needs")
-    if product.square and shapes is not None and not shapes.q == shapes.k == shapes.v:
-        queries, keys, values = (tuple(shape[1:]) for shape in (shapes.q, shapes.k, shapes.v))
-        raise Impossible(
-            f"its queries {queries}, keys {keys} and values {values} differ in shape, which {to} does not allow"
-        )
+    if shapes is not None:
+        if product.on_grid and grid is None:
+            raise Impossible(f"its {shapes.k[2]} tokens do not form a grid of the image, which {to} needs")
+        axes = [axis for axis, same in ((2, product.square), (3, product.same_width)) if same]
+        if any(not shapes.q[axis] == shapes.k[axis] == shapes.v[axis] for axis in axes):
+            queries, keys, values = (tuple(shape[1:]) for shape in (shapes.q, shapes.k, shapes.v))
+            raise Impossible(
+                f"its queries {queries}, keys {keys} and values {values} differ in shape, which {to} does not allow"
+            )
     product.num_heads = num_heads
     return product
 
 
 def _create_whole(
-    to: str, host: Any, adapter: Adapter, shapes: Shapes | None, site: Site, options: dict[str, Any], dd: dict[str, Any]
+    to: str,
+    host: Any,
+    adapter: Adapter,
+    shapes: Shapes | None,
+    grid: tuple[int, int] | None,
+    site: Site,
+    options: dict[str, Any],
+    dd: dict[str, Any],
 ) -> nn.Module:
     """A mixer with its own projections in place of the whole attention."""
     if adapter.layout == "other" or not adapter.ordered or adapter.class_attention:
@@ -324,6 +336,8 @@ def _create_whole(
         raise Impossible(f"{to} needs self-attention, one tensor as query, key and value, with the batch first")
     if shapes.output is not None and shapes.output != shapes.input:
         raise Impossible(f"it changes tokens from {tuple(shapes.input)} to {tuple(shapes.output)}, which {to} cannot")
+    if grid is None:
+        raise Impossible(f"its {shapes.k[2]} tokens do not form a grid of the image, which {to} needs")
     dim = shapes.input[1] if adapter.layout == "nchw" and len(shapes.input) == 4 else shapes.input[-1]
     heads = site.num_heads if dim % site.num_heads == 0 else 1
     return create_mixer(to, Site(dim, heads, site.grid, site.stage, site.index), **options, **dd)
@@ -348,7 +362,7 @@ def _heads(host: Any, adapter: Adapter, shapes: Shapes | None) -> tuple[int, int
 def _nominal_grid(
     host: Any, adapter: Adapter, shapes: Shapes | None, prefix: int, image_size: tuple[int, int]
 ) -> tuple[int, int] | None:
-    """The grid of keys at the model's image size."""
+    """The grid of keys at the model's image size; None if it is unknown or there is none."""
     if shapes is None or shapes.input is None:
         return None
     if len(shapes.input) == 4 and adapter.layout in ("nchw", "nhwc"):
@@ -359,7 +373,7 @@ def _nominal_grid(
     try:
         return token_grid(count, find_window(host, count) if adapter.window else image_size)
     except ValueError:
-        return 1, count
+        return None
 
 
 def _prefix(model: nn.Module, name: str, adapter: Adapter) -> int:

@@ -51,13 +51,14 @@ class Product(nn.Module):
         name: the mixer's name.
         num_heads: heads of the product; None for the host's.
         keeps_bias: whether position biases of the host are used.
-        square: whether queries, keys and values must have the same shape.
+        square: whether there must be as many keys as queries.
+        same_width: whether queries, keys and values must have the same number of channels.
         on_grid: whether patch tokens are mixed on their grid, without the prefix tokens.
     """
 
     name = ""
     num_heads: int | None = None
-    keeps_bias = square = on_grid = False
+    keeps_bias = square = same_width = on_grid = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Mix; heads are regrouped if `num_heads` differs from the host's."""
@@ -185,7 +186,7 @@ def create_product(name: str, site: Site, **options: Any) -> Product | None:
     elif isinstance(mixer, HeadMixer) and mixer.parts == 3:
         _check_used(name, options, tuple(option for option in options if option != "qkv_bias"))
         product = AttendProduct(mixer)
-        product.square = name == "xca"
+        product.square = product.same_width = name == "xca"
     else:
         return None
     product.name = name

@@ -86,8 +86,9 @@ ADAPTERS: dict[str, Adapter] = {
     "timm.layers.attention2d.Attention2d": Adapter(layout="nchw"),
     "timm.layers.attention_pool.AttentionPoolLatent": Adapter(**POOL),
     "timm.layers.attention_pool.AttentionPoolPrr": Adapter(**POOL),
-    "timm.layers.attention_pool2d.AttentionPool2d": Adapter(**POOL),
-    "timm.layers.attention_pool2d.RotAttentionPool2d": Adapter(**POOL),
+    # the mean of the patches is their first token
+    "timm.layers.attention_pool2d.AttentionPool2d": Adapter(**POOL, prefix=1),
+    "timm.layers.attention_pool2d.RotAttentionPool2d": Adapter(**POOL, prefix=1),
     "timm.layers.bottleneck_attn.BottleneckAttn": Adapter(
         forwards.bottleneck, layout="other", position=("pos_embed",), note=RELATIVE
     ),
@@ -102,6 +103,7 @@ ADAPTERS: dict[str, Adapter] = {
     "timm.models.cait.TalkingHeadAttn": Adapter(
         forwards.attention,
         position=("proj_l", "proj_w"),
+        lost=("proj_l", "proj_w"),
         prefix=0,  # the class token comes after these blocks
         note="talking heads (proj_l, proj_w) are dropped: without attention weights there is nothing to mix",
     ),
@@ -112,7 +114,7 @@ ADAPTERS: dict[str, Adapter] = {
         note="class attention with SimA normalises over all tokens, so every token gets a query",
     ),
     "timm.models.coat.FactorAttnConvRelPosEnc": Adapter(
-        forwards.coat, prefix=1, note="factorised attention is replaced, its convolutional position encoding kept"
+        forwards.coat, prefix=1, lost=(), note="factorised attention is replaced, its convolutional position encoding kept"
     ),
     "timm.models.convit.MHSA": Adapter(forwards.attention, prefix=1),
     "timm.models.convit.GPSA": Adapter(
@@ -125,13 +127,14 @@ ADAPTERS: dict[str, Adapter] = {
     "timm.models.crossvit.CrossAttention": Adapter(forwards.crossvit, layout="other", class_attention=True),
     "timm.models.davit.WindowAttention": Adapter(window=True),
     "timm.models.edgenext.CrossCovarianceAttn": Adapter(
-        forwards.attention, position=("temperature",), prefix=0, note=CHANNELS
+        forwards.attention, position=("temperature",), lost=("temperature",), prefix=0, note=CHANNELS
     ),
     "timm.models.efficientformer.Attention": Adapter(forwards.efficientformer, **BIASES, prefix=0, note=RELATIVE),
     "timm.models.efficientformer_v2.Attention2d": Adapter(
         forwards.efficientformer_v2,
         layout="nchw",
         position=(*BIASES["position"], "talking_head1", "talking_head2"),
+        lost=("talking_head1", "talking_head2"),
         bias_methods=BIASES["bias_methods"],
         note="attention biases and talking heads are dropped: without attention weights there is nothing to mix",
     ),
@@ -204,7 +207,9 @@ ADAPTERS: dict[str, Adapter] = {
     ),
     "timm.models.volo.Attention": Adapter(layout="nhwc"),
     "timm.models.volo.ClassAttention": Adapter(forwards.class_attention, layout="other", class_attention=True),
-    "timm.models.xcit.XCA": Adapter(forwards.attention, position=("temperature",), prefix=0, note=CHANNELS),
+    "timm.models.xcit.XCA": Adapter(
+        forwards.attention, position=("temperature",), lost=("temperature",), prefix=0, note=CHANNELS
+    ),
 }
 
 # what computes a softmax but mixes no tokens by queries and keys: kept, and named in the report
