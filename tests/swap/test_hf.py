@@ -31,7 +31,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object], int]] = {
 }
 
 
-def create_family(family: str) -> nn.Module:
+def create_family(family: str) -> Any:
     transformers = pytest.importorskip("transformers")
     name, options, _ = FAMILIES[family]
     torch.manual_seed(0)
@@ -43,11 +43,11 @@ def create_family(family: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_swap_in_every_family(family: str) -> None:
+def test_swap_in_every_family(family: str, tmp_path: Path) -> None:
     """Softmax gives the host's own outputs; SimA has none; mixers on a grid know the prefix tokens."""
     model, x = create_family(family), torch.randn(2, 3, 32, 32)
     plain = model(x)[0]
-    twin = copy.deepcopy(model)
+    twin: Any = copy.deepcopy(model)
     swap_mixer(twin, "softmax")
     torch.testing.assert_close(twin(x)[0], plain)
     twin = copy.deepcopy(model)
@@ -62,7 +62,10 @@ def test_swap_in_every_family(family: str) -> None:
     report = swap_mixer(model, "weight_mixing", partial=True)  # SigLIP's pool has a learned query
     assert bool(report.carried) == (family == "Beit")
     assert {model.get_submodule(name).prefix for name in report.replaced} == {FAMILIES[family][2]}
-    assert model(x)[0].shape == plain.shape
+    out = model(x)[0]
+    assert out.shape == plain.shape
+    model.save_pretrained(tmp_path)
+    assert torch.equal(load_hf(type(model), tmp_path)(x)[0], out)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

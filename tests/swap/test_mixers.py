@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import tokamix
 from tests.swap.hosts import VIT, create, images
-from tokamix.mixers import SuperTokenAttention, list_mixers
+from tokamix.mixers import Site, SuperTokenAttention, list_mixers
 from tokamix.swap import attention, swap_mixer
+from tokamix.swap.product import Call, create_product
 
 NAME = "vit_tiny_patch16_224"
 swap_module = importlib.import_module("tokamix.swap.mixer")
@@ -113,6 +114,18 @@ def test_super_tokens_equal_the_mixer() -> None:
     swap_mixer(model, "super_token")
     x = torch.randn(2, 16, 24, dtype=torch.float64)
     torch.testing.assert_close(attention(x), projection(mixer(x, (4, 4))))
+
+
+def test_super_tokens_with_wide_values() -> None:
+    """The values of LeViT are wider than its keys: twice the same values give twice the same output."""
+    site = Site(24, 2, (4, 4))
+    product, tokens = create_product("super_token", site), torch.randn(2, 16, 24, dtype=torch.float64)
+    q, k, v = torch.randn(3, 2, 2, 16, 12, dtype=torch.float64)
+    call = Call(tokens, None, None, None, False, 0, lambda count: (4, 4))
+    out = product(q, k, v, call)
+    torch.testing.assert_close(product(q, k, torch.cat([v, v], dim=-1), call), torch.cat([out, out], dim=-1))
+    levit = timm.create_model("levit_128s", num_classes=5, img_size=64, depth=(1, 1, 1)).eval()
+    assert len(swap_mixer(levit, "super_token", partial=True, image_size=64).replaced) == 3
 
 
 def test_options_of_the_mixer() -> None:

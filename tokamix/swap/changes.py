@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 
 from tokamix._construction import MARK, mark_config, read_mark
+from tokamix.swap.attention import Swapped
 from tokamix.swap.context_broadcast import insert_context_broadcast, remove_context_broadcast
 from tokamix.swap.mixer import swap_mixer
 
@@ -56,8 +57,12 @@ def load_hf(model_class: Any, folder: str | Path) -> Any:
         model_class.__init__(self, *args, **kwargs)
         apply_changes(self, steps)
 
+    def init_weights(self: Any, module: Any) -> None:
+        if not isinstance(module, Swapped):  # their layers are not the host's, and all their weights are in the folder
+            model_class._init_weights(self, module)
+
     # transformers creates the network and translates names of weights, for classes of its own modules only
-    body = {"__init__": create, "__module__": model_class.__module__}
+    body = {"__init__": create, "_init_weights": init_weights, "__module__": model_class.__module__}
     changed: Any = type(model_class.__name__, (model_class,), body)
     model, info = changed.from_pretrained(folder, config=config, output_loading_info=True)
     if missing := sorted(info["missing_keys"]):

@@ -114,7 +114,10 @@ ADAPTERS: dict[str, Adapter] = {
         note="class attention with SimA normalises over all tokens, so every token gets a query",
     ),
     "timm.models.coat.FactorAttnConvRelPosEnc": Adapter(
-        forwards.coat, prefix=1, lost=(), note="factorised attention is replaced, its convolutional position encoding kept"
+        forwards.coat,
+        lost=(),
+        prefix=1,
+        note="factorised attention is replaced, its convolutional position encoding kept",
     ),
     "timm.models.convit.MHSA": Adapter(forwards.attention, prefix=1),
     "timm.models.convit.GPSA": Adapter(
