@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.layers import Attention
 from torch import nn
 
 from tests.swap.hosts import broadcast, change_inputs, change_outputs, submodules, weights
@@ -87,6 +88,19 @@ def test_masks_that_have_no_meaning_are_refused(to: str, norm: str | None) -> No
         excluded = torch.eye(6, dtype=torch.bool)
         additive = torch.zeros(6, 6).masked_fill(excluded, -100.0)
         torch.testing.assert_close(host(x, x, x, attn_mask=additive)[0], host(x, x, x, attn_mask=excluded)[0])
+
+
+def test_compiled_graphs_refuse_causal_masks() -> None:
+    """The graph of a mask that is not causal raises an error when it runs with one that is."""
+    torch.compiler.reset()
+    attention, x = Attention(16, 2).eval(), torch.randn(1, 6, 16)
+    swap_mixer(attention)
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    mask = ~torch.eye(6, dtype=torch.bool)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, attn_mask=mask), attention(x, attn_mask=mask))
+        with pytest.raises(RuntimeError, match="has no causal form"):
+            compiled(x, attn_mask=mask.tril())
 
 
 @pytest.mark.parametrize("norm", ["l1", "l2"])

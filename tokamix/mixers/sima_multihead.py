@@ -12,6 +12,14 @@ from tokamix.ops.precision import no_autocast
 from tokamix.ops.sima.reference import channel_weight
 
 EPS = 1e-12
+NO_CAUSAL = (
+    "{} sums over all tokens, including later ones, so it has no causal form; use no causal mask, or keep the attention"
+    " of this block with where="
+)
+NO_BIAS = (
+    "{} has no logits to add a bias to, and this additive mask has values other than 0 and below -50; use a mask that"
+    " excludes pairs, or keep the attention of this block with where="
+)
 EXCLUDES = -50.0  # additive masks exclude pairs by values below: -100 in Swin, -inf and the like elsewhere
 
 
@@ -161,32 +169,29 @@ def weigh(
 
 def refuse_causal(mask: Tensor, name: str) -> None:
     """Raise ValueError for a causal mask: later tokens would leak through norms and sums over all tokens."""
-    if mask.ndim < 2 or mask.shape[-1] != mask.shape[-2] or mask.shape[-1] < 2 or mask.is_meta:
-        return
-    if torch.compiler.is_compiling():  # no data-dependent branches; the eager call before compiling checks it
+    if mask.ndim < 2 or mask.shape[-1] != mask.shape[-2] or mask.shape[-1] < 2:
         return
     later = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
-    if bool((mask | ~later).all()):
-        raise_causal(name)
+    _refuse((mask | ~later).all(), NO_CAUSAL.format(name))
 
 
 def refuse_bias(mask: Tensor, name: str) -> None:
     """Raise ValueError for an additive mask with other values than 0 and large negative ones: it is a bias."""
-    if not mask.is_floating_point() or mask.is_meta or torch.compiler.is_compiling():
-        return
-    if bool(((mask != 0) & (mask > EXCLUDES)).any()):
-        raise ValueError(
-            f"{name} has no logits to add a bias to, and this additive mask has values other than 0 and below"
-            f" {EXCLUDES:.0f}; use a mask that excludes pairs, or keep the attention of this block with where="
-        )
+    if mask.is_floating_point():
+        _refuse(((mask != 0) & (mask > EXCLUDES)).any(), NO_BIAS.format(name))
 
 
 def raise_causal(name: str) -> None:
     """Raise the error for causal masks."""
-    raise ValueError(
-        f"{name} sums over all tokens, including later ones, so it has no causal form; use no causal mask, or keep the"
-        " attention of this block with where="
-    )
+    raise ValueError(NO_CAUSAL.format(name))
+
+
+def _refuse(wrong: Tensor, message: str) -> None:
+    """Raise ValueError if a condition holds; a compiled or exported graph raises RuntimeError when it runs."""
+    if torch.compiler.is_compiling():  # no branches that depend on data
+        torch._assert_async(~wrong, message)
+    elif not wrong.is_meta and bool(wrong):
+        raise ValueError(message)
 
 
 def _forbidden(mask: Tensor) -> Tensor:

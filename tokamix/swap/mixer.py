@@ -135,7 +135,8 @@ def _swap_hosts(
         if not shapes and to not in SHAPELESS and _first_conv(model) is not None:
             raise ValueError(
                 f"{type(model).__name__} did not run on an image of {run_size[0]}x{run_size[1]}, so that the shapes of"
-                f" its tokens, which {to} needs, are unknown; give image_size, the size of its images ({reason})"
+                f" its tokens, which {to} needs, are unknown; give image_size, the size of its images, or use"
+                f" {', '.join(SHAPELESS)} if it needs more than an image ({reason})"
             )
     mixers: dict[str, nn.Module] = {}
     grids: dict[str, tuple[int, int] | None] = {}
