@@ -7,6 +7,7 @@ import re
 import pytest
 import timm
 import torch
+import torchvision
 from torch import nn
 
 from tests.swap.hosts import SIZE, broadcast, change_inputs, change_outputs, create, images, submodules, weights
@@ -158,6 +159,33 @@ def test_broadcast_after_the_last_dropout() -> None:
     model(images())
     assert (dropped[0] == 0).float().mean() > 0.4
     torch.testing.assert_close(seen[0], broadcast(dropped[0]))
+
+
+@torch.no_grad()
+def test_broadcast_in_torchvision_models() -> None:
+    """Their MLPs are sequences of layers, in which it is applied once; the attention of ViT returns a pair."""
+    vit = torchvision.models.VisionTransformer(SIZE, 16, 2, 3, 24, 48, num_classes=5)
+    swin = torchvision.models.SwinTransformer([4, 4], 24, [2], [2], [4, 4], num_classes=5)
+    x = images(dtype=torch.float64)
+    for model, classifier in ((vit, vit.heads[0]), (swin, swin.head)):
+        nn.init.normal_(classifier.weight)
+        model.double().eval()
+        plain = model(x)
+        for options, pattern, change in (
+            ({}, r"\.mlp$", change_outputs),
+            ({"position": "mid"}, r"\.mlp\.3$", change_inputs),
+            ({"position": "front"}, r"\.mlp$", change_inputs),
+            ({"block": "msa"}, r"\.(attn|self_attention\.out_proj)$", change_outputs),
+        ):
+            sites = insert_context_broadcast(model, **options)
+            assert len(sites) == 2
+            out = model(x)
+            assert remove_context_broadcast(model) == sites
+            if options.get("block") != "msa" or model is swin:
+                expected = change(model, submodules(model, pattern), broadcast)(x)
+                torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-11)
+            assert not torch.allclose(out, plain)
+            assert torch.equal(model(x), plain)
 
 
 def test_errors_leave_the_model_unchanged() -> None:

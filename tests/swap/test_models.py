@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import tokamix
 from tests.swap.hosts import SIZE
 from tokamix.swap import insert_context_broadcast, remove_context_broadcast, swap_mixer
+from tokamix.swap.context_broadcast import InsertedBroadcast
 
 Options = dict[str, Any]
 VIT: Options = {"img_size": SIZE, "depth": 2, "embed_dim": 24, "num_heads": 3}
@@ -166,10 +167,19 @@ def test_broadcast_in_a_model_of_every_file(file: str) -> None:
             insert_context_broadcast(model)
         return
     plain = model(x)
-    sites = insert_context_broadcast(model)
-    assert not torch.equal(model(x), plain)
-    assert remove_context_broadcast(model) == sites
-    assert torch.equal(model(x), plain)
+    calls: list[nn.Module] = []
+    for options in ({}, {"position": "mid"}, {"block": "msa"}):
+        sites = insert_context_broadcast(model, "cbs", scale_init=0.5, **options)
+        calls.clear()
+        for module in model.modules():
+            if isinstance(module, InsertedBroadcast):
+                module.register_forward_hook(lambda module, *_: calls.append(module))
+        out = model(x)
+        assert len(calls) == len(set(calls)) == len(sites), "each once"
+        assert not torch.equal(out, plain)
+        torch.testing.assert_close(model(x[:1]), out[:1], rtol=1e-3, atol=1e-4)
+        assert remove_context_broadcast(model) == sites
+        assert torch.equal(model(x), plain)
 
 
 def as_the_host(action: Callable[[Any], None], model: nn.Module, host: nn.Module) -> bool:

@@ -95,13 +95,18 @@ def insert_context_broadcast(
         for part in PARTS[block]:
             path, side = getattr(layout, "msa" if part == "msa" else position)
             try:
+                if position == "mid" and not _layers(module, path):  # the second layer has another name
+                    path = next(name for name, child in module.named_modules() if child is _last_layer(module, layout))
                 site = module.get_submodule(path)
                 if part == "msa":
                     layer, channels_first = _attention_output(module, path)
                 else:
-                    layer = site if position == "mid" else _last_layer(_mlp(module, layout))
+                    layer = _layers(module, path)[0] if position == "mid" else _last_layer(module, layout)
                     channels_first = isinstance(layer, nn.Conv2d)
-            except (AttributeError, IndexError):
+                while isinstance(site, nn.Sequential):  # it would run a child that is added to it
+                    child = list(site._modules)[0 if side == BEFORE else -1]
+                    path, site = f"{path}.{child}", site.get_submodule(child)
+            except (AttributeError, IndexError, StopIteration):
                 raise ValueError(
                     f"position {position!r} does not exist in {name} ({type(module).__name__}): {path} is missing"
                 ) from None
@@ -112,19 +117,17 @@ def insert_context_broadcast(
                 )
             sites[f"{name}.{path}".lstrip(".")] = (site, side, layer, channels_first)
 
-    if not all(hasattr(site, side) for site, side, *_ in sites.values()):
+    new = [site for site in sites.values() if not hasattr(*site[:2])]
+    broadcasts = [_create(layer, position, kind, scale_init) for _, _, layer, _ in new]
+    for (site, side, _, channels_first), broadcast in zip(new, broadcasts, strict=True):
+        broadcast.channels_first = channels_first
+        broadcast.training = site.training
+        site.add_module(side, broadcast)
+        hook = site.register_forward_pre_hook(_before) if side == BEFORE else site.register_forward_hook(_after)
+        broadcast.handle = hook
+    if new:
         options = {"kind": kind, "position": position, "block": block, "scale_init": scale_init}
         record_step(model, "insert_context_broadcast", **options)
-    for site, side, layer, channels_first in sites.values():
-        if not hasattr(site, side):
-            width, inputs = layer.weight.shape[:2]
-            dd = {"device": layer.weight.device, "dtype": layer.weight.dtype}
-            broadcast = InsertedBroadcast(inputs if position == "mid" else width, kind, scale_init, **dd)
-            broadcast.channels_first = channels_first
-            broadcast.training = site.training
-            site.add_module(side, broadcast)
-            hook = site.register_forward_pre_hook(_before) if side == BEFORE else site.register_forward_hook(_after)
-            broadcast.handle = hook
     return list(sites)
 
 
@@ -141,6 +144,13 @@ def remove_context_broadcast(model: nn.Module) -> list[str]:
     if removed and not forget_steps(model, "insert_context_broadcast"):
         record_step(model, "remove_context_broadcast")
     return removed
+
+
+def _create(layer: Any, position: str, kind: str, scale_init: float) -> "InsertedBroadcast":
+    """Context broadcasting of the tokens before a layer ("mid"), or after it."""
+    outputs, inputs = layer.weight.shape[:2]
+    dd = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+    return InsertedBroadcast(inputs if position == "mid" else outputs, kind, scale_init, **dd)
 
 
 @register_notrace_module
@@ -270,6 +280,7 @@ def _is_layer(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | nn.Conv2d)
 
 
-def _last_layer(module: nn.Module) -> Any:
-    """The last Linear or convolution of an MLP or block, whose width is that of the tokens."""
+def _last_layer(block: nn.Module, layout: BlockLayout | None = None) -> Any:
+    """The last Linear or convolution of a block, or of its MLP, whose width is that of the tokens."""
+    module = block if layout is None else _mlp(block, layout)
     return [child for child in module.modules() if _is_layer(child)][-1]
