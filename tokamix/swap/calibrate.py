@@ -289,16 +289,18 @@ class BankFit:
 class OutputFit:
     """Gains of the heads and the output projection of a mixer, so that its output is that of the replaced attention.
 
-    With the output projection left out, the mixer's output is a feature f of each token. The target is W f + b in the
-    least squares sense: first one gain per head on the columns of W, then W and b themselves, with a ridge penalty on
-    the change of W.
+    What the mixer gives to its output projection is a feature f of each token. The output of the host's projection, or
+    of the host, is the target, W f + b in the least squares sense: first one gain per head on the columns of W, then W
+    and b themselves, with a ridge penalty on the change of W.
     """
 
     def __init__(self, mixer: nn.Module, host: Any) -> None:
         self.mixer = mixer
         self.layout = mixer.adapter.layout if isinstance(mixer, Swapped) else "tokens"
         self.name = _output_layer(mixer)
-        self.host_layer = None if self.name is None else _submodule(host, self.name)
+        # a swapped attention projects tokens in the host's order; mixers of bodies may project windows
+        comparable = self.name is not None and isinstance(mixer, Swapped)
+        self.host_layer = _submodule(host, str(self.name)) if comparable else None
         self.seen: list[Tensor] = []  # outputs of the host's layer since the last call of `add`
         self.heads = getattr(host, "num_heads", 1)
         self.gram: Any = 0.0  # of the features and a constant

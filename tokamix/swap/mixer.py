@@ -79,7 +79,8 @@ def swap_mixer(
             that are not in windows; "every_other", the first, third and so on. None for all.
         partial: replace what can be replaced and keep the rest; otherwise nothing is changed if an attention cannot be.
         mixer_kwargs: options of the mixer's class.
-        image_size: count the cost before and after the swap for images of this size.
+        image_size: size of the images, (height, width) or a side: the cost before and after the swap is counted for
+            it, and parameters that depend on the grid of tokens fit it. Default: the model's own, without the cost.
         calibrate: a few normalised images (B, C, H, W), or batches of them, on which the new mixers are fitted to the
             attention they replace, in closed form and without new parameters; see `tokamix.swap.calibrate`.
 
