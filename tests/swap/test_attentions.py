@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import inspect
 import pickle
 from typing import Any
 
@@ -159,6 +160,8 @@ def test_every_adapter_has_a_case() -> None:
 def test_softmax_gives_the_host(name: str) -> None:
     """With the host's own product and its position biases, the swapped module is the same function."""
     attention, args = create(name)
+    if "gcvit" in name and "repeat_interleave" not in inspect.getsource(type(attention).forward):
+        pytest.skip("before timm 1.0.31, windows have the global queries of other images of the batch")
     with torch.no_grad():
         expected = first(attention(*args))
         report = swap_mixer(attention, "softmax")

@@ -20,7 +20,7 @@ def test_coverage_does_not_fall() -> None:
         if all(name in ADAPTERS or name in KEPT for name in classes) and any(name in ADAPTERS for name in classes)
     )
     assert covered == RECORD["swapped"]
-    assert covered >= 659
+    assert covered >= 674
 
 
 def test_the_tables_name_classes_of_timm() -> None:

@@ -134,8 +134,8 @@ def test_broadcast_in_transformer_encoders() -> None:
         remove_context_broadcast(model)
     insert_context_broadcast(model, block="msa")
     torch.testing.assert_close(model(x)[:1], model(x[:1]))
-    with pytest.raises(ValueError, match=r"layers\.0 has nn\.MultiheadAttention with the batch second"):
-        insert_context_broadcast(transformer("encoder", batch_first=False))
+    with pytest.raises(ValueError, match=r"TransformerEncoderLayer has nn\.MultiheadAttention with the batch second"):
+        insert_context_broadcast(nn.TransformerEncoderLayer(16, 4, 32))
 
 
 def test_transformer_decoder() -> None:
