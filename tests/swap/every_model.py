@@ -1,7 +1,7 @@
 """Swapped models of all files of timm: another image size, torch.compile without graph breaks, torch.export.
 
-`make test-swap`, several minutes; tests/swap/test_models.py does it for a few files. With timm 1.0.30, 14 of the 52
-hosts have one image size only, and Gemma 4 cannot be compiled or exported.
+`make test-swap`, several minutes; tests/swap/test_models.py does it for a few files. With timm 1.0.31, 11 of the 52
+hosts have one image size only; all 52 swapped models compile and export.
 """
 
 import pytest
