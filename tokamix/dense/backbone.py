@@ -318,5 +318,6 @@ def _freeze_unused(body: nn.Module) -> None:
         if isinstance(part, nn.Module):
             part.requires_grad_(False)
     late = ("class_blocks", "cls_attn_blocks", "blocks_token_only")
-    if any(hasattr(body, name) for name in late):  # the class token is added after the blocks
+    # the class token is added after the blocks; timm 1.0.31 prunes it
+    if any(hasattr(body, name) for name in late) and body.cls_token is not None:
         body.cls_token.requires_grad_(False)
