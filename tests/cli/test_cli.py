@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import tokamix
 from tokamix.bench.suites import SUITES
 from tokamix.cli import app
-from tokamix.cli.info import _data_folder, _kernels
+from tokamix.cli.info import _data_folder, _extras, _kernels
 from tokamix.mixers import list_mixers
 from tokamix.models.bodies import BODIES
 from tokamix.ops import dispatch
@@ -108,6 +108,12 @@ def test_info_on_kernels(forced: str | None, reason: str | None, text: str) -> N
     assert _kernels(reason, forced) == text
 
 
+def test_info_on_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["torch>=2.9", 'mkdocstrings[python]<2,>=1; extra == "docs"', 'a-b.c; extra == "docs"']
+    monkeypatch.setattr("tokamix.cli.info.requires", lambda name: lines)
+    assert _extras() == {"docs": ["mkdocstrings", "a-b.c"]}
+
+
 def test_info_with_an_unknown_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_forced", "bogus")  # the value of TOKAMIX_BACKEND
     assert call("info", code=1).startswith("error: unknown backend 'bogus': choose one of eager, triton")
@@ -137,6 +143,10 @@ def test_info_checks_data(tmp_path: Path) -> None:
     (tmp_path / "val" / "dog" / "0.png").write_bytes(b"")
     broken = call("info", "--data", str(tmp_path), code=1)
     assert f"error: {tmp_path / 'val' / 'dog' / '0.png'} is empty" in broken.replace("\n", "")
+    (tmp_path / "val" / "cat" / "0.png").write_bytes(b"x")
+    broken = call("info", "--data", str(tmp_path), code=1)
+    assert "val: 2 images, 2 classes present; 2 of 2 cannot be decoded" in broken
+    assert broken.count("0.png") == 2
     assert "did you mean digits?" in call("info", "--data", "digitz", code=1)
     assert "train: 512 images; 512 of them decoded" in call("info", "--data", "shapes", "--task", "detect")
 

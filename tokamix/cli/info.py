@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +15,7 @@ from tokamix.cli._shared import console, plain_errors
 
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 CHECKED = 1000  # images of each split that `--data` decodes
+SHOWN = 10  # unreadable images that `--data` names
 
 
 def info(
@@ -103,25 +105,28 @@ def _data_folder() -> str:
 
 
 def _check_data(source: str, task: Literal["classify", "segment", "detect"]) -> None:
-    """Print the size of each split and the first problem; exit with 1 if there is one."""
+    """Print the size of each split and its unreadable images; exit with 1 if there is one."""
     import tokamix
 
     dataset = tokamix.create_dataset(source, task)
     print(f"{dataset.name}: {len(dataset.classes)} classes, for the task {task}")
-    problem = None
+    problems: list[str] = []
     for name, split in (("train", dataset.train), ("val", dataset.val)):
         labels = getattr(split, "labels", None)
         present = f", {len(set(labels.tolist()))} classes present" if labels is not None else ""
         indices = range(0, len(split), max(1, -(-len(split) // CHECKED))) if hasattr(split, "name_of") else ()
-        print(f"  {name}: {len(split):,} images{present}; {len(indices):,} of them decoded")
+        earlier = len(problems)
         for i in indices:
             try:
                 split[i] if labels is not None else split.sample(i)
             except ValueError as error:  # decoding errors name the file
-                problem = problem or str(error)
-                break
-    if problem:
-        raise ValueError(problem)
+                problems.append(str(error))
+        bad = len(problems) - earlier
+        decoded = f"{bad:,} of {len(indices):,} cannot be decoded" if bad else f"{len(indices):,} of them decoded"
+        print(f"  {name}: {len(split):,} images{present}; {decoded}")
+    if problems:
+        more = [f"and {len(problems) - SHOWN:,} more"] if len(problems) > SHOWN else []
+        raise ValueError("\n".join([*problems[:SHOWN], *more]))
     print("no problem found")
 
 
@@ -132,7 +137,8 @@ def _extras() -> dict[str, list[str]]:
         requirement, _, marker = line.partition(";")
         if "extra ==" in marker and "tokamix[" not in requirement:
             extra = marker.split("extra ==")[1].strip(" '\"")
-            extras.setdefault(extra, []).append(requirement.split("=")[0].split(">")[0].strip())
+            name = re.match(r"[\w.-]+", requirement)  # before extras and versions: mkdocstrings[python]<2,>=1
+            extras.setdefault(extra, []).append(name[0] if name else requirement.strip())
     return extras
 
 
