@@ -30,6 +30,12 @@ def test_writes_are_atomic(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["file.txt"]
 
 
+def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(WriteError, match=r"cannot write .*file/out.csv: (File exists|Not a directory)$"):
+        write_text(tmp_path / "file" / "out.csv", "text")
+
+
 def test_weights_have_the_permissions_of_their_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     write_tensors(tmp_path / "w.safetensors", {"w": torch.ones(2)})

@@ -1,5 +1,6 @@
 """Atomic file writers: a killed process or a full disk never leaves a partial file."""
 
+import contextlib
 import json
 import os
 import uuid
@@ -26,8 +27,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         os.replace(temporary, path)
         _fsync(path.parent)
     except (OSError, SafetensorError) as error:
-        if os.access(path.parent, os.W_OK):
-            temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only folder, or a file in place of the folder
+            temporary.unlink()
         kept = "; the previous file is kept" if path.exists() else ""
         raise WriteError(f"cannot write {path}: {_reason(error)}{kept}") from error
 
