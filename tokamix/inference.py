@@ -28,7 +28,7 @@ from tokamix._construction import TIMM_NOTE, record_creation
 from tokamix._hub import hub_access
 from tokamix.checkpoint import MismatchError, load_checkpoint, read_checkpoint
 from tokamix.files import write_text
-from tokamix.models._registry import create_model
+from tokamix.models._registry import check_tag, create_model
 from tokamix.runtimes import is_exported, load_exported
 from tokamix.swap.changes import CHANGES, apply_changes, read_changes
 from tokamix.tasks import Task
@@ -379,6 +379,7 @@ def _load_pretrained(name: str) -> Any:
     ):
         raise FileNotFoundError(f"there is no run folder and no checkpoint file {name}")
     if timm.is_model(architecture):
+        check_tag(name)
         cfg = timm.get_pretrained_cfg(name.split("/")[-1], allow_unregistered=True)
         if cfg is None or not cfg.has_weights:
             raise ValueError(

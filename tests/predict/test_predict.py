@@ -153,6 +153,9 @@ def test_images_alone_go_to_the_network_of_the_package(tmp_path: Path) -> None:
         assert "golf ball" in table
     wrong = call("predict", "pyramid_nano_sima", *CPU, code=1)
     assert "pyramid_nano_sima is no image; name images after the model" in wrong
+    assert "nowhere/photos does not exist" in call("predict", "nowhere/photos", *CPU, code=1)
+    wrong = call("predict", "pyramid_nano_sima.imagenet", tmp_path, *CPU, code=1)
+    assert "pyramid_nano_sima has no weights with the tag 'imagenet'; did you mean imagenette?" in wrong
 
 
 def test_segment_command(segmenter_run: Path, folder: Path, tmp_path: Path) -> None:

@@ -98,6 +98,8 @@ def _split(arguments: list[str]) -> tuple[str, list[str]]:
         )
         return DEFAULT, arguments
     if len(arguments) == 1:
+        if not first.exists() and "/" in arguments[0]:
+            raise ValueError(f"{arguments[0]} does not exist; tokamix predict MODEL IMAGES")
         raise ValueError(f"{arguments[0]} is no image; name images after the model: tokamix predict MODEL IMAGES")
     return arguments[0], arguments[1:]
 

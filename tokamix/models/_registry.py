@@ -34,11 +34,13 @@ def list_models(pattern: str = "") -> list[str]:
 
 
 def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> Any:
-    """Create a model with `timm.create_model`; an unknown name raises ValueError with similar names."""
+    """Create a model with `timm.create_model`; an unknown name or tag raises ValueError with similar ones."""
     arch = split_model_name_tag(name.split("/")[-1])[0]
     if ":" not in name and not timm.is_model(arch):
         hint = suggest(arch, timm.list_models(), "`tokamix models` lists them")
         raise ValueError(f"there is no model {name!r}; {hint}")
+    if ":" not in name:
+        check_tag(name)
     if (folder := _changed_folder(name)) is not None:
         return _create_changed(folder, pretrained, kwargs)
     with hub_access(f"the pretrained model {name}") if pretrained else nullcontext():
@@ -46,6 +48,17 @@ def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> Any:
     if ":" not in name and not hasattr(model, RECORD):  # folders, the Hub and bodies have arguments of their own
         record_creation(model, arch, kwargs)
     return model
+
+
+def check_tag(name: str) -> None:
+    """Raise ValueError with the known tags if a model has no weights of the tag in `name`."""
+    arch, tag = split_model_name_tag(name.split("/")[-1])
+    try:
+        timm.get_pretrained_cfg(f"{arch}.{tag}" if tag else arch, allow_unregistered=True)
+    except RuntimeError:
+        tags = [split_model_name_tag(known)[1] for known in timm.list_pretrained(f"{arch}.*")]
+        hint = suggest(tag, tags) if tags else "it has none"
+        raise ValueError(f"{arch} has no weights with the tag {tag!r}; {hint}") from None
 
 
 def _changed_folder(name: str) -> Path | None:
