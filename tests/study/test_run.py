@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 import threading
 import time
@@ -67,8 +68,8 @@ def fake_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_module, "start_process", start)
 
 
-def run(folder: Path, source: str = "x", **options) -> list[str]:
-    lines: list[str] = []
+def run(folder: Path, source: str = "x", lines: list[str] | None = None, **options) -> list[str]:
+    lines = [] if lines is None else lines
     study = toy_study(looks=[3])
     run_study(study, {"stripes": source}, folder / "out", folder / "runs", device="cpu", say=lines.append, **options)
     return lines
@@ -95,7 +96,9 @@ def test_every_run_is_a_row_and_none_is_repeated(tmp_path: Path, fake_worker: No
 
 
 def test_a_failed_run_has_no_row_and_is_tried_again_next_time(tmp_path: Path, fake_worker: None) -> None:
-    lines = run(tmp_path, "sima fails", jobs=2)
+    lines: list[str] = []
+    with pytest.raises(ChildProcessError, match=r"3 runs failed, see the logs in .*results; the same command repeats"):
+        run(tmp_path, "sima fails", jobs=2, lines=lines)
     assert {row["arm"] for row in read_rows(tmp_path / "out/toy.csv")} == {"softmax"}
     assert sum("no such kernel" in line and "FAILED sima" in line for line in lines) == 3
     run(tmp_path, jobs=4)
@@ -344,3 +347,5 @@ def test_command(tmp_path: Path) -> None:
     assert "--data 'cifar100' is not NAME=SOURCE" in call("study", "fair_comparison", "--data", "cifar100", code=1)
     call("study", "--page", tmp_path / "claims.md", "-o", tmp_path)
     assert (tmp_path / "claims.md").read_text().startswith("# Claims, tested")
+    call("study", "sima", "--page", tmp_path / "sima.md", "-o", tmp_path)
+    assert re.findall(r"^- `(\w+)`", (tmp_path / "sima.md").read_text(), re.MULTILINE) == ["sima"]

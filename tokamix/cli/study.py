@@ -30,7 +30,7 @@ def study(
     ] = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of NAME.csv.")] = Path("results/studies"),
     runs: Annotated[Path | None, typer.Option(help="Folder for the runs. Default: runs/studies/NAME.")] = None,
-    page: Annotated[Path | None, typer.Option(help="Write the page of all studies, docs/claims.md, here.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write the page of this study, or of all studies, here.")] = None,
     figure: Annotated[Path | None, typer.Option(help="Draw a comparison as a PNG file here.")] = None,
     body: Annotated[str, typer.Option(help="With --figure: the arms that start with this, such as column_.")] = "",
     mps: Annotated[bool, typer.Option(help="Share the GPU through NVIDIA's multi-process service.")] = True,
@@ -48,7 +48,7 @@ def study(
             _list_studies(output)
             return
         if page is not None:
-            write_text(page, render_page(output))
+            write_text(page, render_page(output, None if name is None else [name]))
             console.print(f"wrote {page}", soft_wrap=True)
         if name is None:
             return
@@ -103,17 +103,18 @@ def _print_plan(name: str, output: Path, only: str, jobs: int | None) -> None:
     from tokamix.study.cost import JOBS, expected_costs
     from tokamix.study.plan import list_jobs, resolution, verdicts
     from tokamix.study.rows import read_all_rows, read_rows
+    from tokamix.study.run import gpu_is_there
 
     study = load_study(name)
     rows, speeds = read_all_rows(output, study.name), read_rows(output / f"{study.name}_speed.csv")
     for job in list_jobs(study, rows, speeds, only):
         factor = f" lr x {job.lr_factor:g}" if job.phase == "tune" else ""
         _say(f"can start: {job.phase} {job.arm} seed {job.seed}{factor}")
-    processes = jobs or JOBS
+    processes = jobs or (JOBS if gpu_is_there() else 1)
     costs = expected_costs(study, rows, speeds, only, processes)
     for cost, text in zip(costs, ("with the seeds wanted now", "if every claim needs all seeds"), strict=True):
-        work = f"{cost.gpu_minutes:.1f} minutes of work for an H200"
-        _say(f"left: {cost.runs} runs, {work}, {cost.minutes:.1f} with {processes} at a time, {text}")
+        work = f"{cost.gpu_minutes:.1f} GPU minutes"
+        _say(f"left: {cost.runs} runs, {work}, {cost.minutes:.1f} minutes with {processes} at a time, {text}")
     if line := resolution(study):
         _say(line)
     for verdict in verdicts(study, rows, speeds):

@@ -41,6 +41,8 @@ def run_study(
 ) -> list[Row]:
     """Train the runs that a study still lacks, and return all rows. If it is stopped, the same call resumes it.
 
+    If runs fail, the others are finished first; then ChildProcessError is raised.
+
     Args:
         study: a name of `list_studies()`, a YAML file, or a study.
         sources: data sets that replace the study's, by name, such as {"cifar100": "a_train.npz,a_test.npz"}.
@@ -71,6 +73,11 @@ def run_study(
         pack.stop()
         if mps:
             stop_mps(pack.runs)
+    if pack.failed:
+        logs = pack.runs / "results"
+        raise ChildProcessError(
+            f"{len(pack.failed)} runs failed, see the logs in {logs}; the same command repeats them"
+        )
     return pack.rows
 
 
