@@ -42,6 +42,11 @@ def test_mixes_at_any_site(name: str, site: Site) -> None:
         torch.testing.assert_close(mixer(x[:1], grid), out[:1])
 
 
+def test_a_width_in_place_of_a_site() -> None:
+    with pytest.raises(TypeError, match=r"needs a Site\(dim, num_heads, grid\), got 64"):
+        create_mixer("sima", 64)  # type: ignore[arg-type]
+
+
 def test_gradients_reach_tokens_and_parameters(name: str) -> None:
     mixer = create_mixer(name, SITES[0])
     with torch.no_grad():

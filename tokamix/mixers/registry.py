@@ -100,7 +100,10 @@ def create_mixer(name: str, site: Site, **options: Any) -> nn.Module:
         site: channels, heads and grid, and the block's place in a body.
         options: arguments of the mixer's class, device and dtype.
     """
-    return get_mixer(name).create(site, **options)
+    entry = get_mixer(name)
+    if not isinstance(site, Site):
+        raise TypeError(f"create_mixer needs a Site(dim, num_heads, grid), got {site!r}; pass Site(192, 3, (14, 14))")
+    return entry.create(site, **options)
 
 
 def _heads(mixer: type[nn.Module]) -> Callable[..., nn.Module]:
