@@ -205,6 +205,8 @@ def test_five_lines(tmp_path: Path) -> None:
 def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="names no model; give one with --model"):
         train(None, tiny_data(), "small", tmp_path, device="cpu", overrides={"model": None})
+    with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*nowhere: no run folder and no file"):
+        train(None, tiny_data(), None, tmp_path, device="cpu", checkpoint=tmp_path / "nowhere")
     with pytest.raises(ValueError, match="80 training images do not fill one batch of 128"):
         run(tmp_path / "a", batch_size=128)
     with pytest.raises(ValueError, match="vgg11 has no argument 'drop_path_rate'; change the recipe"):

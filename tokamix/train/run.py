@@ -126,6 +126,8 @@ def train(
     _check_counts(save_every=save_every, log_every=log_every, workers=workers, skip_nan=skip_nan)
     if not isinstance(resume, bool):
         output, recipe = _resumed_run(Path(resume), output, recipe)
+    if checkpoint is not None and not str(checkpoint).startswith("hf-hub:") and not Path(checkpoint).exists():
+        raise FileNotFoundError(f"there is no checkpoint {checkpoint}: no run folder and no file")
     chosen = None
     if recipe is None and task in (None, "classify"):
         name, given = model if isinstance(model, str) else None, load_overrides(overrides)
