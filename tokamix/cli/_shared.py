@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tokamix.compare import Report
 
 console = Console()
+WIDE = 120  # columns of a terminal that fit every column of the widest tables
 # texts of PyTorch's errors on the GPU and the CPU
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")
 METRICS = {"top1": "top-1", "miou": "mIoU", "box_ap": "box AP", "mask_ap": "mask AP"}
@@ -59,20 +60,22 @@ def print_line(text: str) -> None:
 
 
 def runtime_table(rows: "Sequence[RuntimeRow]") -> Table:
-    """Latency of models in runtimes, and their cost."""
+    """Latency of models in runtimes, and, where the terminal is wide enough, their cost."""
+    titles = ["model", "runtime", "size", "batch", "ms", "±", "images/s", "x eager", "error"]
+    if console.width >= WIDE:
+        titles += ["GB", "J/image", "params", "MACs", "exp"]
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("model", "runtime"):
-        table.add_column(title, no_wrap=True)
-    for title in ("size", "batch", "ms", "±", "images/s", "x eager", "GB", "J/image", "params", "MACs", "exp", "error"):
-        table.add_column(title, justify="right", no_wrap=True)
+    for title in titles:
+        table.add_column(title, justify="left" if title in ("model", "runtime") else "right", no_wrap=True)
     for row in rows:
         energy = "" if math.isnan(row.joules_per_image) else f"{row.joules_per_image:.3f}"
-        table.add_row(
+        cells = (
             *(row.model, row.runtime, str(row.size), str(row.batch), f"{row.milliseconds:.1f}", f"{row.spread:.0%}"),
             *(f"{row.images_per_second:.0f}", "" if math.isnan(row.speedup) else f"{row.speedup:.2f}"),
-            *(f"{row.memory_gb:.2f}", energy, f"{row.parameters / 1e6:.1f} M", f"{row.macs / 1e9:.2f} G"),
-            *(f"{row.exps / 1e6:.2f} M", f"{row.error:.0e}"),
+            *(f"{row.error:.0e}", f"{row.memory_gb:.2f}", energy),
+            *(f"{row.parameters / 1e6:.1f} M", f"{row.macs / 1e9:.2f} G", f"{row.exps / 1e6:.2f} M"),
         )
+        table.add_row(*cells[: len(titles)])
     return table
 
 

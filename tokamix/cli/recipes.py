@@ -5,9 +5,7 @@ from typing import Annotated, Literal
 import typer
 from rich.table import Table
 
-from tokamix.cli._shared import console, plain_errors
-
-WIDE = 120  # columns of a terminal that fit the whole table
+from tokamix.cli._shared import WIDE, console, plain_errors
 
 
 def recipes(
@@ -22,7 +20,11 @@ def recipes(
         if name:
             print(load_recipe(name, model=model).to_yaml(), end="")
             return
-        caption = "printed: the paper's top-1, mIoU, AP, linear and 20-NN; `tokamix recipes NAME` prints every value"
+        wide = console.width >= WIDE
+        caption = (
+            "printed: the paper's top-1, mIoU, AP, linear and 20-NN; " if wide else "a wider terminal shows more; "
+        )
+        caption += "`tokamix recipes NAME` prints every value"
         table = Table(box=None, header_style="bold", caption=caption, caption_justify="left")
         rows = [
             {
@@ -36,7 +38,7 @@ def recipes(
             for recipe in list_recipes()
             for row in recipe_rows(recipe)
         ]
-        columns = list(rows[0]) if console.width >= WIDE else ["recipe", "source"]
+        columns = list(rows[0]) if wide else ["recipe", "source"]
         for title in columns:
             whole = title in ("recipe", "model", "length")  # never shortened
             widest = max(len(row[title]) for row in rows) if whole else None
