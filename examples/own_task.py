@@ -13,7 +13,7 @@ from tokamix.train.tasks.task import Logs, Position
 
 
 class BalancedClassify(Classify):
-    """Focal loss, and the mean of the accuracies of the classes as the metric: for classes of very different sizes."""
+    """Focal loss, and the mean of the classes' accuracies as the metric: for classes of very different sizes."""
 
     metric = "balanced"  # selects the best weights; higher is better
     metric_names = {"balanced": "balanced accuracy"}  # noqa: RUF012

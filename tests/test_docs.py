@@ -33,7 +33,7 @@ PAGES = [
 ]
 OWN_PROCESS = {
     "docs/guides/add-a-mixer.md",  # test_add_a_mixer
-    "docs/guides/own-task.md",  # includes examples/own_task.py, which tests/test_examples.py runs
+    "docs/guides/own-task.md",  # test_own_task
 }
 TINY = {"epochs": 1, "image_size": 16, "model_kwargs": {"patch_size": 8, "dim": 16, "depth": 1, "num_heads": 2}}
 
@@ -95,6 +95,15 @@ def test_most_blocks_are_run() -> None:
     every = [block for page in PAGES for block in blocks(page, "python")]
     assert len(every) >= 15
     assert sum(bool(block.not_run) for block in every) <= 3
+
+
+def test_own_task() -> None:
+    """The page shows examples/own_task.py, which tests/test_examples.py runs."""
+    (block,) = blocks("docs/guides/own-task.md", "python")
+    example = [
+        line.partition("  # noqa")[0].strip() for line in (ROOT / "examples/own_task.py").read_text().splitlines()
+    ]
+    assert [line for line in block.text.splitlines() if line.strip() not in example] == []
 
 
 @pytest.mark.xdist_group("processes")
