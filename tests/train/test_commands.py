@@ -36,7 +36,7 @@ def test_train_eval_and_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert f"the run is in {tmp_path / 'a'}" in out
     top1 = out.partition("best top-1 ")[2].split()[0]
     assert f"top-1 {top1} %" in call("eval", str(tmp_path / "a"), "--data", "digits", "--device", "cpu")
-    assert f"resuming {tmp_path / 'a'} after step 10 of 10" in call(
+    assert f"the run in {tmp_path / 'a'} is complete, there is nothing left to train" in call(
         "train", *SMALL.split(), "--output", f"{tmp_path}/a"
     )
     other = call("train", *SMALL.split(), "--set", "lr=1", "--output", str(tmp_path / "a"), code=1)

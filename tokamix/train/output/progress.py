@@ -47,7 +47,9 @@ class Display:
         )
         self.update, self.printed_at, self.ended = update, time.monotonic(), threading.Event()
         self.prints_lines = not quiet and not self.console.is_terminal
-        if update:
+        if update >= epochs * steps:
+            self.say(f"{title}: the run in {folder} is complete, there is nothing left to train")
+        elif update:
             self.say(f"{title}: resuming {folder} after step {update} of {epochs * steps}")
         else:
             self.say(f"{title}: {epochs} epochs of {steps} steps, in {folder}")
