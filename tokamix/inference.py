@@ -261,6 +261,11 @@ def load_model(
         return _load_exported(source)
     name = str(source).removeprefix("local-dir:")
     path = Path(name)
+    if path.is_dir() and model is not None and read_config(path).get("architecture", model) != model:
+        architecture = read_config(path)["architecture"]
+        raise ValueError(
+            f"{source} holds {architecture}, not {model}; leave out --model, which is for checkpoint files"
+        )
     if path.is_dir() or (path.is_file() and model is None):
         return _load_folder(path)
     if path.is_file():

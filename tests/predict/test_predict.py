@@ -139,6 +139,8 @@ def test_classify_command(classifier_run: Path, folder: Path, tmp_path: Path) ->
         assert min(image.size) > 200
     paths = f"{folder / 'a.png'}\n\n{folder / 'b.jpg'}\n"
     assert call("predict", classifier_run, "-", *CPU, stdin=paths).count(".png") == 1
+    wrong = call("predict", classifier_run, folder, "--model", "stvit_small", *CPU, code=1)
+    assert "not stvit_small; leave out --model, which is for checkpoint files" in wrong
     wrong = call("predict", classifier_run, folder, "-o", tmp_path / "results", *CPU, code=1)
     assert "the predictions of a classifier are written to a .csv or .jsonl file, not to" in wrong
 
@@ -156,6 +158,7 @@ def test_images_alone_go_to_the_network_of_the_package(tmp_path: Path) -> None:
     assert "nowhere/photos does not exist" in call("predict", "nowhere/photos", *CPU, code=1)
     wrong = call("predict", "pyramid_nano_sima.imagenet", tmp_path, *CPU, code=1)
     assert "pyramid_nano_sima has no weights with the tag 'imagenet'; did you mean imagenette?" in wrong
+    assert "stvit_small has no pretrained weights" in call("predict", "stvit_small.x", tmp_path, *CPU, code=1)
 
 
 def test_segment_command(segmenter_run: Path, folder: Path, tmp_path: Path) -> None:

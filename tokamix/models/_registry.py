@@ -57,8 +57,9 @@ def check_tag(name: str) -> None:
         timm.get_pretrained_cfg(f"{arch}.{tag}" if tag else arch, allow_unregistered=True)
     except RuntimeError:
         tags = [split_model_name_tag(known)[1] for known in timm.list_pretrained(f"{arch}.*")]
-        hint = suggest(tag, tags) if tags else "it has none"
-        raise ValueError(f"{arch} has no weights with the tag {tag!r}; {hint}") from None
+        if not tags:
+            raise ValueError(f"{arch} has no pretrained weights, so {name!r} has none; leave out the tag") from None
+        raise ValueError(f"{arch} has no weights with the tag {tag!r}; {suggest(tag, tags)}") from None
 
 
 def _changed_folder(name: str) -> Path | None:

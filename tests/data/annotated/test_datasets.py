@@ -120,6 +120,8 @@ def test_paths_are_looked_into(tmp_path: Path) -> None:
     assert create_dataset(str(tmp_path / "masks"), "segment").classes == ("ground", "tree")
     with pytest.raises(DataError, match="has semantic masks, but no objects to detect"):
         create_dataset(str(tmp_path / "masks"), "detect")
+    with pytest.raises(DataError, match="has no COCO annotations"):
+        create_dataset(str(tmp_path / "masks/images"), "detect")
 
 
 def test_unknown_sources() -> None:

@@ -49,6 +49,8 @@ def _open(source: str, task: Literal["segment", "detect"], seed: int) -> Splits:
 
         return open_coco(path, task, options)
     if task == "detect":
+        if dense_task(Path(path).expanduser()) is None:
+            raise DataError(f"{source} has no COCO annotations (annotations/*.json), which detection needs")
         raise DataError(f"{source} has semantic masks, but no objects to detect; detection needs COCO annotations")
     from tokamix.data.annotated.mask_folder import open_masks
 
