@@ -15,7 +15,7 @@ def compare(
     body: Annotated[
         str | None,
         typer.Option(
-            help="columnar_tiny, columnar_small, pyramid_tiny or pyramid_small. Default: the recipe's, or pyramid_tiny."
+            help="columnar_tiny, columnar_small, pyramid_nano, _tiny or _small. Default: the recipe's, or pyramid_tiny."
         ),
     ] = None,
     recipe: Annotated[str, typer.Option(help="A name of `tokamix recipes`, or a YAML file.")] = "small",

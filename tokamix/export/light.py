@@ -152,6 +152,8 @@ def _paste(mask: np.ndarray, box: np.ndarray, size: tuple[int, int]) -> np.ndarr
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(f"usage: python {sys.argv[0]} MODEL.onnx IMAGES...")
     predictor = OnnxPredictor(sys.argv[1])
     for name in sys.argv[2:]:
         print(f"{name}: {predictor(name)}")
