@@ -44,7 +44,7 @@ def test_mixes_at_any_site(name: str, site: Site) -> None:
 
 def test_a_width_in_place_of_a_site() -> None:
     with pytest.raises(TypeError, match=r"needs a Site\(dim, num_heads, grid\), got 64"):
-        create_mixer("sima", 64)  # type: ignore[arg-type]
+        create_mixer("sima", 64)
 
 
 def test_gradients_reach_tokens_and_parameters(name: str) -> None:
