@@ -30,7 +30,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         with contextlib.suppress(OSError):  # a read-only folder, or a file in place of the folder
             temporary.unlink()
         kept = "; the previous file is kept" if path.exists() else ""
-        raise WriteError(f"cannot write {path}: {_reason(error)}{kept}") from error
+        reason = f"{path.parent} is a file, not a folder" if path.parent.is_file() else _reason(error)
+        raise WriteError(f"cannot write {path}: {reason}{kept}") from error
 
 
 def write_text(path: Path, text: str) -> None:
