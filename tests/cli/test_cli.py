@@ -165,9 +165,11 @@ def test_bench(tmp_path: Path) -> None:
             "--suite all",
             "there is no suite 'all'; choose one of ops, scaling, models, mixers, softmax, images, ",
         ),
-        ("--device cuda", "--device cuda needs a GPU, and torch finds none"),
-        ("--device tpu", "cannot measure on device 'tpu'; choose cuda or cpu"),
-        ("--device cpu --only (", "--only '(' is not a regular expression"),
+        ("--device cpu", "name models to compare, such as stvit_small convnext_tiny, or a suite with --suite"),
+        ("stvit_small --suite ops", "name models to compare"),
+        ("--suite ops --device cuda", "--device cuda needs a GPU, and torch finds none"),
+        ("--suite ops --device tpu", "cannot measure on device 'tpu'; choose cuda or cpu"),
+        ("--suite ops --device cpu --only (", "--only '(' is not a regular expression"),
     ],
 )
 def test_bench_errors_are_one_sentence(arguments: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

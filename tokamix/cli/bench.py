@@ -27,7 +27,7 @@ def bench(
         typer.Option(
             help="Without models: ops, scaling, models, mixers, softmax, images, targets; h200: the first three."
         ),
-    ] = "ops",
+    ] = "",
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the CSV files.")] = Path("results"),
     device: Annotated[str, typer.Option(help="cuda or cpu. Default: cuda if available.")] = "",
     only: Annotated[str, typer.Option(help="Measure only labels that match this regular expression.")] = "",
@@ -42,8 +42,10 @@ def bench(
 
         from tokamix.bench.suites import H200, SUITES, environment, run
 
+        if bool(models) == bool(suite):
+            raise ValueError("name models to compare, such as stvit_small convnext_tiny, or a suite with --suite")
         names = list(H200) if suite == "h200" else [suite]
-        if names[0] not in SUITES:
+        if suite and names[0] not in SUITES:
             raise ValueError(f"there is no suite {suite!r}; choose one of {', '.join(SUITES)}, h200")
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if device not in ("cuda", "cpu"):
