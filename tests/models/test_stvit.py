@@ -234,3 +234,7 @@ def test_exported_block(cell: int, scale: float | None) -> None:
             program = torch.export.export(model, (x,))
         torch.testing.assert_close(program.module()(x), model(x))
         assert sum(node.target is torch.ops.aten.conv2d.default for node in program.graph.nodes) == convolutions
+    model.block.mlp.register_forward_hook(lambda mlp, args, out: 2 * out)  # as context broadcasting does
+    with dispatch.export_target("onnx"):
+        program = torch.export.export(model, (x,))
+    torch.testing.assert_close(program.module()(x), model(x))

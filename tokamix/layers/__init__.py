@@ -1,7 +1,7 @@
 """Layers shared by the blocks of several model families."""
 
 from tokamix.layers.activation import GELU, approximate_gelu
-from tokamix.layers.bare import is_bare
+from tokamix.layers.bare import is_bare, is_hooked
 from tokamix.layers.conv import DepthwiseConv, ImageConv, MapConv, PatchConv
 from tokamix.layers.embed import ConvEmbed, PatchEmbed
 from tokamix.layers.fold import FoldableSequential, MapSequential, fold_into_next, fold_into_previous
@@ -36,6 +36,7 @@ __all__ = [
     "fold_into_next",
     "fold_into_previous",
     "is_bare",
+    "is_hooked",
     "map_to_tokens",
     "merge_heads",
     "recompute_in_backward",

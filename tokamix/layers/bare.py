@@ -13,7 +13,12 @@ def is_bare(layer: nn.Module, kind: type[Layer]) -> TypeGuard[Layer]:
 
     Hooks, adapters, parametrisations and quantised weights need the call itself.
     """
-    if type(layer) is not kind or layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
+    if type(layer) is not kind or is_hooked(layer):
         return False
     weight: Any = layer.weight
     return type(weight) in (nn.Parameter, Tensor) and weight.dtype is torch.float32 and weight.is_cpu
+
+
+def is_hooked(*layers: nn.Module) -> bool:
+    """Whether the call of a layer does more than its class says."""
+    return any(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer) for layer in layers)

@@ -25,6 +25,7 @@ from tokamix.layers import (
     channels_last,
     fold_into_next,
     is_bare,
+    is_hooked,
     tokens_to_map,
 )
 from tokamix.mixers import SuperTokenAttention
@@ -100,7 +101,7 @@ class Block(nn.Module):
             return False
         mlp = self.mlp
         bare = is_bare(mlp.fc1, nn.Linear) and is_bare(mlp.conv, DepthwiseConv) and is_bare(mlp.fc2, nn.Linear)
-        return bare and not mlp._forward_hooks and not mlp._forward_pre_hooks
+        return bare and not is_hooked(mlp)
 
     def _fused(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """The same block for inference on a CPU, with fewer and larger kernels; see `tokamix.ops.cpu`."""
@@ -118,9 +119,11 @@ class Block(nn.Module):
 
     def _is_convolutional(self) -> bool:
         """Whether `_exported` computes what the layers do."""
-        mlp, linear = self.mlp, nn.Linear
-        plain = type(mlp) is ConvFFN and type(mlp.fc1) is linear and type(mlp.fc2) is linear
-        return plain and self.cpe is not None and type(self.norm2) is nn.Identity and not self.training
+        mlp = self.mlp
+        if self.training or self.cpe is None or type(mlp) is not ConvFFN or type(self.norm2) is not nn.Identity:
+            return False
+        plain = type(mlp.fc1) is nn.Linear and type(mlp.fc2) is nn.Linear
+        return plain and not is_hooked(mlp, mlp.fc1, mlp.fc2, self.norm2, self.ls2)
 
     def _exported(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """The same block in convolutions (B, C, H, W), whose order of the axes runtimes choose themselves."""
