@@ -57,8 +57,7 @@ LIMITS = (
     " 3.2x as fast as eager mode in two runs and 2.7x in three; ONNX Runtime 1.2x or 0.93x; eager mode 1.4x as fast"
     " as the authors' operators in the two fast runs, 1.6x to 1.8x in the others. int8 of the others, in runs that"
     " nothing disturbed: atmnet_tiny 2.9x, 2.9x and 3.2x; amixer_tiny 2.4x, 3.6x and 3.6x; xcit_small_12_p16_sima"
-    " 3.3x, 3.8x, 3.3x and 3.4x. In one process with the files before it, the file of stvit_small takes 0.77 to 0.83"
-    " of their time, that of atmnet_tiny 0.97.",
+    " 3.3x, 3.8x, 3.3x and 3.4x.",
     "- **stvit_small in eager mode.** 40 of 66 ms are linear layers and 9 ms convolutions, both near the full rate of"
     " 105 billion fp32 products a second; 5 ms are attention, 1 ms the check that packed weights are current. The rest"
     " is the sampling of super tokens and Python. At 1.6x of the fast runs, eager mode would take 56 ms, which leaves"
@@ -345,11 +344,9 @@ def node_lines(rows: list[dict[str, str]]) -> list[str]:
         "",
         "A block of ATMNet has 46 nodes, and 16 more where it predicts offsets: 8 linear layers, 2 norms, 2 GELUs, 12"
         " for samples (padding, 4 gathers, interpolation), 11 for the weights of three branches and their sums, and 11"
-        " reshapes. Interpolation weights of the samples' own shape take 4 nodes more, and 3 % less time."
-        " `GridSample` would replace half of them, but is slower in both runtimes: 1.35x the time of the whole network"
-        " in ONNX Runtime, which computes four neighbours where two are needed. ONNX has no operator for any of these"
-        " mixers. Runtimes fuse many of these nodes when they open a file: the column *x eager* shows what is left of"
-        " their cost.",
+        " reshapes. `GridSample` would replace half of them, but reads four neighbours where two are needed. ONNX has no"
+        " operator for any of these mixers. Runtimes fuse many of these nodes when they open a file: the column *x"
+        " eager* shows what is left of their cost.",
     ]
 
 
