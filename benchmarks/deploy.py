@@ -344,8 +344,8 @@ def node_lines(rows: list[dict[str, str]]) -> list[str]:
         "",
         "A block of ATMNet has 46 nodes, and 16 more where it predicts offsets: 8 linear layers, 2 norms, 2 GELUs, 12"
         " for samples (padding, 4 gathers, interpolation), 11 for the weights of three branches and their sums, and 11"
-        " reshapes. `GridSample` would replace half of them, but reads four neighbours where two are needed. ONNX has no"
-        " operator for any of these mixers. Runtimes fuse many of these nodes when they open a file: the column *x"
+        " reshapes. `GridSample` would replace half of them, but reads four neighbours where two are needed. ONNX has"
+        " no operator for any of these mixers. Runtimes fuse many of these nodes when they open a file: the column *x"
         " eager* shows what is left of their cost.",
     ]
 
