@@ -84,3 +84,13 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 def submodules(model: nn.Module, pattern: str) -> list[str]:
     """Names of submodules that match a regular expression."""
     return [name for name, _ in model.named_modules() if re.search(pattern, name)]
+
+
+def host(**options: object) -> nn.Module:
+    """A small ViT in float64 that takes images of any size."""
+    torch.manual_seed(0)
+    return (
+        timm.create_model("vit_tiny_patch16_224", num_classes=5, **{**VIT, "dynamic_img_size": True, **options})
+        .double()
+        .eval()
+    )

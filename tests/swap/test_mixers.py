@@ -11,9 +11,9 @@ import torchvision
 from torch import Tensor, nn
 
 import tokamix
-from tests.swap.hosts import VIT, create, images
+from tests.swap.hosts import create, host, images
 from tokamix.mixers import Site, SuperTokenAttention, list_mixers
-from tokamix.swap import attention, swap_mixer
+from tokamix.swap import swap_mixer
 from tokamix.swap.product import Call, create_product
 
 NAME = "vit_tiny_patch16_224"
@@ -31,11 +31,6 @@ WITH_PROJECTIONS = (
 )
 ON_GRID = ("linformer", "super_token")  # with the host's projections
 WHOLE = ("active_token", "weight_mixing", "soft", "pooling", "identity")
-
-
-def host(**options: object) -> nn.Module:
-    torch.manual_seed(0)
-    return timm.create_model(NAME, num_classes=5, **{**VIT, "dynamic_img_size": True, **options}).double().eval()
 
 
 def test_every_mixer_is_tested() -> None:
@@ -403,17 +398,6 @@ def test_compiles() -> None:
     torch.testing.assert_close(exported(x[:1]), expected[:1])
 
 
-def test_grids_of_two_swaps() -> None:
-    """The second swap leaves the first one's mixers informed of the image size."""
-    twice, once = host(), host()
-    for to in (twice, once):
-        torch.manual_seed(1)
-        for where in ([0], [0]) if to is twice else ([0, 1],):
-            swap_mixer(to, "active_token", where=where)
-    x = torch.randn(1, 3, 64, 256, dtype=torch.float64)  # 4 x 16 patches, which could be 8 x 8
-    torch.testing.assert_close(twice(x), once(x))
-
-
 @pytest.mark.parametrize(("name", "prefix"), [("cait_xxs24_224", 0), ("crossvit_9_240", 1)])
 def test_class_tokens_of_other_hosts(name: str, prefix: int) -> None:
     """CaiT's class token comes after its self-attention; CrossViT's tokens have names of their own."""
@@ -435,58 +419,6 @@ def test_more_keys_than_queries() -> None:
     torch.testing.assert_close(pool(x), expected)
 
 
-def test_image_size_of_the_host(tmp_path) -> None:
-    """A size that the model does not tell must be given, and travels with the weights."""
-    create = {"num_classes": 5, "img_size": 64}
-    model = timm.create_model("levit_128s", **create).eval()
-    with pytest.raises(ValueError, match=r"did not run on an image of 224x224.*give image_size"):
-        swap_mixer(model, "performer")
-    swap_mixer(model, "performer", image_size=64)
-    assert model(images()).isfinite().all()
-    timm.models.save_for_hf(model, tmp_path, model_args=create)
-    loaded = tokamix.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    x = images()
-    assert torch.equal(loaded(x), model(x))
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "expected"),
-    [
-        ("naflexvit_base_patch16_gap", {"depth": 1, "embed_dim": 24, "num_heads": 3}, {(4, 16)}),  # no convolution
-        ("cait_xxs24_224", {"img_size": (64, 256), "depth": 1, "embed_dim": 24, "num_heads": 3}, {(4, 16)}),
-        ("deit_tiny_distilled_patch16_224", {"img_size": (64, 256), "depth": 1}, {(4, 16)}),
-        # windows have grids of their own, whatever the image
-        (
-            "tiny_vit_5m_224",
-            {"depths": (1, 1), "embed_dims": (8, 16), "num_heads": (1, 2), "window_sizes": (4, 6)},
-            {(6, 6)},
-        ),
-        ("twins_svt_small", {"depths": (1,), "embed_dims": (8,), "num_heads": (1,), "img_size": (64, 256)}, {(7, 7)}),
-        ("tnt_s_patch16_224", {"img_size": (64, 256), "depth": 1, "image_size": (64, 256)}, {(4, 4), (4, 16)}),
-    ],
-)
-def test_grids_of_wide_images(monkeypatch, name: str, options: dict, expected: set) -> None:
-    """The grid of the tokens follows from the image, or from the window."""
-    size = options.pop("image_size", None)
-    model = timm.create_model(name, num_classes=5, **options).eval()
-    swap_mixer(model, "linformer", image_size=size, where=[0, 1] if "tnt" in name else [0])
-    grids = set()
-    find = attention.token_grid
-    monkeypatch.setattr(attention, "token_grid", lambda *args: grids.add(grid := find(*args)) or grid)
-    model(torch.randn(1, 3, 64, 256))
-    assert grids == expected
-
-
-def test_patches_of_naflex_have_no_grid() -> None:
-    """Images of different grids come as patches with a mask, which mixers on a grid refuse."""
-    for to in ("active_token", "linformer", "super_token"):
-        model = timm.create_model("naflexvit_base_patch16_gap", num_classes=5, depth=1, embed_dim=24, num_heads=3)
-        swap_mixer(model, to)
-        places = torch.cartesian_prod(torch.arange(2), torch.arange(8)).expand(1, -1, -1)
-        with pytest.raises(ValueError, match="cannot exclude masked tokens"):
-            model(torch.randn(1, 16, 16 * 16 * 3), places, torch.ones(1, 16, dtype=torch.bool))
-
-
 def test_unknown_class_tokens() -> None:
     """7 x 7 patches and a token that is not known as a class token are no grid of 5 x 10."""
 
@@ -505,42 +437,6 @@ def test_unknown_class_tokens() -> None:
         with pytest.raises(ValueError, match=rf"its 50 tokens do not form a grid of the image, which {to} needs"):
             swap_mixer(model, to, image_size=28)
     assert torch.equal(model(x), plain)
-
-
-@pytest.mark.parametrize(
-    ("count", "size", "grid"),
-    [
-        (16, (64, 64), (4, 4)),
-        (24, (64, 100), (4, 6)),
-        (7 * 31, (64, 256), (7, 31)),  # patches that overlap
-        (15, (250, 20), (15, 1)),
-        (40, (640, 31), (40, 1)),
-        (49, None, (7, 7)),
-    ],
-)
-def test_token_grid(count: int, size: tuple[int, int] | None, grid: tuple[int, int]) -> None:
-    assert attention.token_grid(count, size) == grid
-
-
-def test_wide_images_without_a_convolution(monkeypatch) -> None:
-    """Patches that a linear layer embeds: the model itself sees the size of the image."""
-
-    class Linear(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.attn = nn.Linear(48, 8), timm.layers.Attention(8, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            patches = x.unflatten(3, (-1, 4)).unflatten(2, (-1, 4)).permute(0, 2, 4, 1, 3, 5)
-            return self.attn(self.embed(patches.flatten(3).flatten(1, 2)))
-
-    model, grids = Linear(), []
-    swap_mixer(model, "pooling", image_size=(16, 64))
-    find = attention.token_grid
-    monkeypatch.setattr(attention, "token_grid", lambda *args: grids.append(grid := find(*args)) or grid)
-    model(torch.randn(1, 3, 16, 64))
-    model(x=torch.randn(1, 3, 8, 16))
-    assert grids == [(4, 16), (2, 4)]
 
 
 def test_masks_given_by_position() -> None:
