@@ -95,6 +95,21 @@ def test_every_run_is_a_row_and_none_is_repeated(tmp_path: Path, fake_worker: No
     assert len(read_all_rows(tmp_path / "out", "another")) == len(rows)
 
 
+def test_several_studies_share_the_device_and_equal_runs(tmp_path: Path, fake_worker: None) -> None:
+    toy, lines = toy_study(looks=[3]), []
+    arms = {name: toy.arms[name] for name in ("softmax", "sima")}
+    probed = replace(toy, name="probed", arms=arms | {"softmax": replace(arms["softmax"], probes=("fgsm",))})
+    other = replace(toy, name="other", arms={"alone": replace(arms["sima"], name="alone", tuned=False)}, claims=())
+    options = {"device": "cpu", "jobs": 3, "say": lines.append}
+    run_study([toy, probed, other], {"stripes": "x"}, tmp_path / "out", tmp_path / "runs", **options)
+    assert lines[0] == "toy, probed, other: 3 runs at a time"
+    assert len(read_rows(tmp_path / "out/toy.csv")) == 12
+    assert not (tmp_path / "out/probed.csv").exists()  # all its runs are those of toy
+    assert {row["arm"] for row in read_rows(tmp_path / "out/other.csv")} == {"alone"}
+    finals = [json.loads(path.read_text()) for path in (tmp_path / "runs/results").glob("softmax_1*.job")]
+    assert [job["probes"] for job in finals] == [["fgsm"]] * 3
+
+
 def test_a_failed_run_has_no_row_and_is_tried_again_next_time(tmp_path: Path, fake_worker: None) -> None:
     lines: list[str] = []
     with pytest.raises(ChildProcessError, match=r"3 runs failed, see the logs in .*results; the same command repeats"):
@@ -146,7 +161,7 @@ def test_the_next_run_has_another_arm_then_is_tuning_then_long() -> None:
     jobs = [replace(base, arm=arm, phase=phase, minutes=minutes) for arm, phase, minutes in names]
     order = []
     for busy in ([], ["a"], ["a", "c"], ["a", "c", "b"]):
-        chosen = next_job(jobs, busy)
+        chosen = next_job(jobs, [(base.study, arm) for arm in busy])
         jobs.remove(chosen)
         order.append((chosen.arm, chosen.minutes))
     assert order == [("a", 1), ("c", 1), ("b", 5), ("b", 1)]

@@ -23,6 +23,7 @@ RUNNING, MISSING = "more seeds to come", "not measured"
 class Job:
     """One run."""
 
+    study: str
     arm: str
     seed: int
     phase: str
@@ -246,7 +247,7 @@ def _create_job(
     digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:10]
     full = {**settings, "seed": seed, "name": arm.name}
     probes = arm.probes if phase == "final" else ()
-    return Job(arm.name, seed, phase, factor, arm.data, holdout, arm.images, full, digest, minutes, probes)
+    return Job(study.name, arm.name, seed, phase, factor, arm.data, holdout, arm.images, full, digest, minutes, probes)
 
 
 def changed_settings(settings: dict[str, Any]) -> dict[str, Any]:

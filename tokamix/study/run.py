@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from tokamix.study.rows import CORRECT_COLUMNS, Key, Row, read_all_rows, read_ro
 from tokamix.study.schema import Study, load_study
 
 Say = Callable[[str], object]
+RUNS = "runs/studies"
 
 
 def run_study(
-    study: str | Study,
+    study: str | Study | Sequence[str | Study],
     sources: Mapping[str, str] | None = None,
     output: str | Path = "results/studies",
     runs: str | Path | None = None,
@@ -44,10 +45,10 @@ def run_study(
     If runs fail, the others are finished first; then ChildProcessError is raised.
 
     Args:
-        study: a name of `list_studies()`, a YAML file, or a study.
+        study: a name of `list_studies()`, a YAML file, or a study; several share the device, and equal runs.
         sources: data sets that replace the study's, by name, such as {"cifar100": "a_train.npz,a_test.npz"}.
         output: folder of NAME.csv, to which each finished run is appended.
-        runs: folder for the runs; default: runs/studies/NAME. Stopped runs resume from it.
+        runs: folder for the runs; default: runs/studies. Stopped runs resume from it.
         jobs: runs at a time; default: 8 on a GPU, 1 on a CPU.
         mps: use NVIDIA's multi-process service for several runs on a GPU.
         device: "cuda" or "cpu"; default: a GPU if there is one.
@@ -57,15 +58,16 @@ def run_study(
         say: called with a line of text for each event.
     """
     begun = time.monotonic()
-    study = study if isinstance(study, Study) else load_study(study)
-    pack = _Pack(study, Path(output), Path(runs or f"runs/studies/{study.name}"), device, only, reuse, say)
+    given = [study] if isinstance(study, (str, Study)) else study
+    studies = [one if isinstance(one, Study) else load_study(one) for one in given]
+    pack = _Pack(studies, Path(output), Path(runs or RUNS), device, only, reuse, say)
     pack.decode(sources or {})
     count = jobs or (JOBS if pack.has_gpu else 1)
     if mps := mps and pack.has_gpu and count > 1:
         problem = start_mps(pack.runs)
         mps = problem is None
         say("MPS runs" if mps else f"no MPS: {problem}")
-    say(f"{study.name}: {count} runs at a time")
+    say(f"{', '.join(pack.studies)}: {count} runs at a time")
     try:
         with _stop_on_signal():
             pack.run(count, mps, begun + deadline if deadline else None)
@@ -82,15 +84,16 @@ def run_study(
 
 
 class _Pack:
-    """The running trainings of a study."""
+    """The running trainings of one study or several."""
 
     def __init__(
-        self, study: Study, output: Path, runs: Path, device: str | None, only: str, reuse: bool, say: Say
+        self, studies: Sequence[Study], output: Path, runs: Path, device: str | None, only: str, reuse: bool, say: Say
     ) -> None:
-        self.study, self.runs, self.device, self.only, self.say = study, runs, device, only, say
+        self.studies = {study.name: study for study in studies}
+        self.output, self.runs, self.device, self.only, self.say = output, runs, device, only, say
         self.reuse = reuse
-        self.path, self.speed_path = output / f"{study.name}.csv", output / f"{study.name}_speed.csv"
-        self.rows, self.speeds = read_all_rows(output, study.name), read_rows(self.speed_path)
+        self.rows = read_all_rows(output, studies[0].name)
+        self.speeds = {name: read_rows(output / f"{name}_speed.csv") for name in self.studies}
         self.busy: dict[Key, tuple[Process, Job]] = {}
         self.idle: list[Process] = []  # on their way out
         self.used: set[int] = set()  # processes with a second run
@@ -102,17 +105,17 @@ class _Pack:
 
     def decode(self, sources: Mapping[str, str]) -> None:
         """Decode the data that the waiting runs need."""
-        if unknown := [name for name in sources if name not in self.study.data]:
-            names = ", ".join(self.study.data)
-            raise ValueError(f"study {self.study.name} has no data {unknown[0]!r}; it has {names}: --data NAME=SOURCE")
+        known = {name: source for study in self.studies.values() for name, source in study.data.items()}
+        if unknown := [name for name in sources if name not in known]:
+            names = ", ".join(self.studies)
+            raise ValueError(f"study {names} has no data {unknown[0]!r}; it has {', '.join(known)}: --data NAME=SOURCE")
         self.sources: dict[str, str] = {}
-        if not list_jobs(self.study, self.rows, self.speeds, self.only):
-            return
-        for arm in self.study.arms.values():
-            if fnmatch.fnmatch(arm.name, self.only) and arm.data not in self.sources:
-                source = normalize_source(sources.get(arm.data, self.study.data[arm.data]))
-                task = arm.settings.get("task", "classify")
-                self.sources[arm.data] = decode_once(source, task, self.runs / "data")
+        for name in dict.fromkeys(job.study for job in self._waiting()):
+            for arm in self.studies[name].arms.values():
+                if fnmatch.fnmatch(arm.name, self.only) and arm.data not in self.sources:
+                    source = normalize_source(sources.get(arm.data, known[arm.data]))
+                    task = arm.settings.get("task", "classify")
+                    self.sources[arm.data] = decode_once(source, task, self.runs / "data")
 
     def run(self, count: int, mps: bool, deadline: float | None) -> None:
         """Keep `count` runs going until none is left or the deadline is reached."""
@@ -124,7 +127,7 @@ class _Pack:
         waiting = self._waiting()
         while (waiting or self.busy) and not (deadline and time.monotonic() > deadline):
             while waiting and len(self.busy) < self.count:
-                job = next_job(waiting, [job.arm for _, job in self.busy.values()])
+                job = next_job(waiting, [(job.study, job.arm) for _, job in self.busy.values()])
                 waiting.remove(job)
                 self._start(job)
             finished = [key for key, (process, job) in self.busy.items() if self._has_ended(process, job)]
@@ -140,8 +143,13 @@ class _Pack:
         stop_processes([*self.idle, *(process for process, _ in self.busy.values())])
 
     def _waiting(self) -> list[Job]:
-        jobs = list_jobs(self.study, self.rows, self.speeds, self.only)
-        return [job for job in jobs if job.key not in self.busy and job.key not in self.failed]
+        jobs: dict[Key, Job] = {}
+        for name, study in self.studies.items():
+            for job in list_jobs(study, self.rows, self.speeds[name], self.only):
+                if job.key not in self.busy and job.key not in self.failed:
+                    first = jobs.setdefault(job.key, job)  # studies share equal runs, with the probes of all
+                    jobs[job.key] = replace(first, probes=tuple(dict.fromkeys(first.probes + job.probes)))
+        return list(jobs.values())
 
     def _files(self, job: Job) -> tuple[Path, Path, Path]:
         base = self.runs / "results" / job.name
@@ -169,7 +177,8 @@ class _Pack:
             return self._waiting()
         self._record(job)
         waiting = self._waiting()
-        following = next((other for other in waiting if other.arm == job.arm), None) if self.reuse else None
+        same_arm = (other for other in waiting if (other.study, other.arm) == (job.study, job.arm))
+        following = next(same_arm, None) if self.reuse else None
         if following is not None and process.poll() is None:
             waiting.remove(following)
             self.used.add(process.pid)
@@ -201,8 +210,8 @@ class _Pack:
         row |= {key: getattr(job, key) for key in ("arm", "seed", "phase", "lr_factor", "data", "holdout")}
         row |= {"settings_hash": job.settings_hash, "commit": self.commit, "processes": self.count, "mps": self.mps}
         if "correct" in row:  # before the run's row, which marks it as finished
-            write_row(self.path.with_name(f"{self.study.name}_correct.csv"), row, CORRECT_COLUMNS)
-        write_row(self.path, row)
+            write_row(self.output / f"{job.study}_correct.csv", row, CORRECT_COLUMNS)
+        write_row(self.output / f"{job.study}.csv", row)
         result.unlink()
         # as read from the file
         self.rows.append({key: "" if value is None else str(value) for key, value in row.items()})
@@ -212,13 +221,13 @@ class _Pack:
         self.say(f"{job.phase} {job.arm} {job.seed}{factor}: {score} in {row['seconds']:.0f} s{speed}")
 
 
-def next_job(waiting: Sequence[Job], arms: Sequence[str]) -> Job:
-    """The run to start in a new process while runs of `arms` are in work.
+def next_job(waiting: Sequence[Job], arms: Sequence[tuple[str, str]]) -> Job:
+    """The run to start in a new process while runs of `arms` (study and arm) are in work.
 
     Arms without a process come first, so that two processes do not compile the same code at once; then tuning, on which
     other runs wait; then the longest runs, so that none is left for the end.
     """
-    return min(waiting, key=lambda job: (arms.count(job.arm), job.phase != "tune", -job.minutes))
+    return min(waiting, key=lambda job: (arms.count((job.study, job.arm)), job.phase != "tune", -job.minutes))
 
 
 @contextmanager

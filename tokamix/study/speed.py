@@ -16,7 +16,7 @@ from tokamix.files import write_json
 from tokamix.recipes import Recipe, create_recipe
 from tokamix.study.processes import Process, send, start_process, stop_processes
 from tokamix.study.rows import SPEED_COLUMNS, Row, read_rows, write_row
-from tokamix.study.run import current_commit
+from tokamix.study.run import RUNS, current_commit
 from tokamix.study.schema import Arm, Study, load_study
 from tokamix.train.loop.optim import create_optimizer
 from tokamix.train.setup.model import create_classifier
@@ -47,7 +47,7 @@ def measure_speeds(
     Args:
         study: a name of `list_studies()`, a YAML file, or a study.
         output: folder of NAME_speed.csv.
-        runs: folder for logs and compiled code; default: runs/studies/NAME.
+        runs: folder for logs and compiled code; default: runs/studies.
         device: "cuda" or "cpu"; default: a GPU if there is one.
         deadline: seconds after which nothing more is measured.
         only: a pattern of arms, such as "column_*".
@@ -57,7 +57,7 @@ def measure_speeds(
     study = study if isinstance(study, Study) else load_study(study)
     if not study.sizes:
         raise ValueError(f"study {study.name} has no sizes at which to measure the speed of its arms")
-    path, runs = Path(output) / f"{study.name}_speed.csv", Path(runs or f"runs/studies/{study.name}")
+    path, runs = Path(output) / f"{study.name}_speed.csv", Path(runs or RUNS)
     (runs / "results").mkdir(parents=True, exist_ok=True)
     done = {(row["arm"], row["mode"], int(row["size"])) for row in read_rows(path)}
     arms = [arm for arm in study.arms.values() if fnmatch.fnmatch(arm.name, only) and not arm.equal_time]
