@@ -34,6 +34,7 @@ from tokamix.study.run import next_job, run_study
 from tokamix.study.schema import Study
 from tokamix.study.speed import prepare
 from tokamix.study.worker import train_job, work
+from tokamix.train.tasks.classify import Classify
 
 WORKER = """
 import json, os, sys, time
@@ -211,6 +212,11 @@ def test_worker(tmp_path: Path, stripes: str) -> None:
     assert 100 * flags.mean() == pytest.approx(row["score"])
     diverging = {**job.settings, "lr": 1e30, "min_lr": 0, "optimizer": "sgd", "epochs": 3, "eval_every": 3}
     row = train_job(given | {"settings": diverging, "folder": str(tmp_path / "diverging")})
+    assert (row["status"], row["metrics"]) == ("diverged", "{}")
+    with pytest.MonkeyPatch.context() as patch:
+        evaluate = Classify.evaluate
+        patch.setattr(Classify, "evaluate", lambda *args: evaluate(*args) | {"loss": math.nan})
+        row = train_job(given | {"folder": str(tmp_path / "nan outputs")})
     assert (row["status"], row["metrics"]) == ("diverged", "{}")
 
 

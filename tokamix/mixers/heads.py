@@ -44,6 +44,12 @@ class HeadMixer(nn.Module):
         return self.proj(self.attend(*parts.unbind(0), grid=grid).transpose(1, 2).flatten(2))
 
 
+def head_norms(qk_norm: bool, head_dim: int, device: Any = None, dtype: Any = None) -> tuple[nn.Module, nn.Module]:
+    """The norms of the queries and keys of a head (ViT-22B, arXiv 2302.05442), or identities."""
+    norm: Any = functools.partial(nn.LayerNorm, head_dim, eps=1e-6, device=device, dtype=dtype)
+    return (norm(), norm()) if qk_norm else (nn.Identity(), nn.Identity())
+
+
 def full_precision(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorator: run a function of tensors in float32 or wider, also under autocast; return the first input's dtype.
 

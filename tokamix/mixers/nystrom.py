@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokamix.mixers.heads import HeadMixer, full_precision, segment_means
+from tokamix.mixers.heads import HeadMixer, full_precision, head_norms, segment_means
 
 
 @full_precision
@@ -53,6 +53,7 @@ class Nystrom(HeadMixer):
         landmarks: number of segments whose means represent all tokens.
         iterations: steps of the pseudo-inverse.
         qkv_bias: whether the projection to queries, keys and values has a bias.
+        qk_norm: normalise the queries and keys of each head: with large logits the inverse amplifies values.
         device: device of the parameters.
         dtype: dtype of the parameters.
     """
@@ -64,12 +65,15 @@ class Nystrom(HeadMixer):
         landmarks: int = 49,
         iterations: int = 6,
         qkv_bias: bool = True,
+        qk_norm: bool = False,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
         super().__init__(dim, num_heads, qkv_bias, device, dtype)
         self.landmarks, self.iterations = landmarks, iterations
+        self.q_norm, self.k_norm = head_norms(qk_norm, self.head_dim, device, dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, int]) -> Tensor:
         """Mix queries, keys and values (B, heads, N, D)."""
+        q, k = self.q_norm(q), self.k_norm(k)
         return nystrom_attention(q, k, v, landmarks=self.landmarks, iterations=self.iterations)

@@ -1,13 +1,12 @@
 """Softmax attention, the baseline of all comparisons."""
 
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from tokamix.mixers.heads import HeadMixer
+from tokamix.mixers.heads import HeadMixer, head_norms
 
 
 class SoftmaxAttention(HeadMixer):
@@ -41,9 +40,7 @@ class SoftmaxAttention(HeadMixer):
     ) -> None:
         super().__init__(dim, num_heads, qkv_bias, device, dtype)
         self.window, self.shift = window, shift
-        norm: Any = partial(nn.LayerNorm, self.head_dim, eps=1e-6, device=device, dtype=dtype)
-        self.q_norm: nn.Module = norm() if qk_norm else nn.Identity()
-        self.k_norm: nn.Module = norm() if qk_norm else nn.Identity()
+        self.q_norm, self.k_norm = head_norms(qk_norm, self.head_dim, device, dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, int]) -> Tensor:
         """Mix queries, keys and values (B, heads, N, D)."""

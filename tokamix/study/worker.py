@@ -6,6 +6,7 @@ been killed: the run saves its state and stops, so that a restarted study can re
 
 import gc
 import json
+import math
 import os
 import queue
 import signal
@@ -57,6 +58,8 @@ def train_job(job: Row) -> Row:
         return row | {"status": "diverged", "seconds": round(time.perf_counter() - begun, 1), "metrics": "{}"}
     seconds = time.perf_counter() - begun
     metrics = {key: value for key, value in run.last.items() if key not in ("epoch", "averaged")}
+    if not math.isfinite(metrics.get("loss", 0.0)):  # accuracies of outputs that are NaN mean nothing
+        return row | {"status": "diverged", "seconds": round(seconds, 1), "metrics": "{}"}
     metrics |= measure_probes(run, data, job["probes"], device)
     if not isinstance(data, str) and recipe.select == "last" and not job["holdout"]:
         row["correct"] = pack_bits(correct_images(run, data, device))

@@ -43,6 +43,28 @@ def test_updates_equal_those_of_timm(nesterov: bool) -> None:
         assert (p - q).norm() < 0.02 * (q - first).norm()
 
 
+@pytest.mark.gpu
+def test_captured_updates_are_the_same() -> None:
+    """The learning rate changes, a state is loaded, and a gradient is missing in one step."""
+    torch.manual_seed(0)
+    start = [torch.randn(shape, device="cuda") for shape in [(24, 16), (16, 24), (16, 24), (8, 4, 3, 3)]]
+    plain, captured = ([nn.Parameter(t.clone()) for t in start] for _ in range(2))
+    optimizers = [StackedMuon(p, lr=0.02, weight_decay=0.1, capture=c) for p, c in ((plain, False), (captured, True))]
+    for step in range(6):
+        if step == 3:
+            optimizers[1].load_state_dict(optimizers[1].state_dict())
+        for p, q in zip(plain, captured, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        if step == 4:
+            plain[0].grad = captured[0].grad = None
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 0.02 / (step + 1)
+            optimizer.step()
+    for p, q, first in zip(plain, captured, start, strict=True):
+        assert (p - q).norm() < 1e-3 * (p - first).norm()
+
+
 def test_channels_last_weights_get_the_same_update() -> None:
     torch.manual_seed(0)
     start, grad = torch.randn(2, 8, 4, 3, 3)

@@ -87,3 +87,12 @@ def test_gradient_not_finite_with_finite_loss(tmp_path: Path, monkeypatch: pytes
     steps = iter(range(100))
     run(tmp_path / "skipped", skip_nan=1)
     assert all(t.isfinite().all() for t in load_file(tmp_path / "skipped" / "last.safetensors").values())
+
+
+def test_outputs_that_are_not_finite_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Accuracies of outputs that are NaN look like accuracies, so the run says so."""
+    evaluate = Classify.evaluate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Classify, "evaluate", lambda *args: evaluate(*args) | {"loss": float("nan")})
+        run(tmp_path, quiet=False)
+    assert "epoch 3: loss not finite: some outputs are NaN or infinite" in capsys.readouterr().out

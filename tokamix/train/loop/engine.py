@@ -4,6 +4,7 @@ A run is a function of its recipe: each step's batch, augmentation and dropout f
 saved state holds everything else. So a run that is killed and resumed ends with the weights of an uninterrupted one.
 """
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -279,6 +280,9 @@ class Engine:
             weights = self.ema.average if prefix and self.ema else self.saved.state_dict()
             self.best_weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
         self._log(row)
+        for prefix, metrics in results.items():
+            if not math.isfinite(metrics.get("loss", 0.0)):
+                self.display.say(f"epoch {row['epoch']}: {prefix}loss not finite: some outputs are NaN or infinite")
         self.display.epoch(row, is_best and self.recipe.select == "best")
         with self.ema.swapped() if prefix and self.ema else nullcontext():
             drawing = self.task.draw_predictions(self.saved)

@@ -1,4 +1,4 @@
-"""Muon with one batched matrix product per shape instead of a loop over the weights."""
+"""Muon with one batched matrix product per shape instead of a loop over the weights, as a CUDA graph on a GPU."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
+
+from tokamix.compile import capture_graph
 
 # of the quintic Newton-Schulz iteration of modded-nanogpt, timm's default
 COEFFICIENTS = (
@@ -27,7 +29,8 @@ class StackedMuon(Optimizer):
     Muon, https://kellerjordan.github.io/posts/muon, with the learning rate of arXiv 2502.16982: an update has the RMS
     of an AdamW update, so one learning rate and weight decay fit both kinds of parameters. The update rule is that of
     timm's `muon`. timm loops over the matrices, which takes longer than the forward and backward pass of a small
-    network; here matrices of equal shape are stacked.
+    network; here matrices of equal shape are stacked. The hundreds of launches that remain take a GPU's host longer
+    than the rest of a step, so `capture` records them once.
 
     Args:
         params: parameter groups; `muon_groups` creates them for a model.
@@ -39,6 +42,7 @@ class StackedMuon(Optimizer):
         eps: of AdamW, and the lower limit of a matrix norm.
         fallback_lr_scale: factor on the learning rate for AdamW.
         fused: use PyTorch's fused AdamW.
+        capture: replay the update of the matrices as a CUDA graph, one for each group.
     """
 
     def __init__(
@@ -52,12 +56,15 @@ class StackedMuon(Optimizer):
         eps: float = 1e-7,
         fallback_lr_scale: float = 1.0,
         fused: bool = False,
+        capture: bool = False,
     ) -> None:
         defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         defaults |= {"betas": betas, "eps": eps, "fallback_lr_scale": fallback_lr_scale, "fused": fused}
         super().__init__(params, defaults | {"use_fallback": False})
         if any(isinstance(p, DTensor) for group in self.param_groups for p in group["params"]):
             raise ValueError("Muon needs whole matrices, but they are sharded; train without --fsdp, or with adamw")
+        self.capture = capture
+        self._captured: dict[tuple[int, ...], _Captured] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -73,23 +80,19 @@ class StackedMuon(Optimizer):
         return loss
 
     def _step_muon(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        momentum = group["momentum"]
         grads: list[Tensor] = [p.grad for p in params]  # type: ignore[misc]
         buffers = [self._get_state(p, "momentum_buffer") for p in params]
-        torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        directions = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
-        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        stacks: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for p, direction in zip(params, directions, strict=True):
-            # in the memory order of the weight: a permutation of the columns does not change the update
-            permuted = p.ndim == 4 and not p.is_contiguous() and p.is_contiguous(memory_format=torch.channels_last)
-            weight, matrix = (t.permute(0, 2, 3, 1) if permuted else t for t in (p, direction))
-            weight = weight.view(len(p), -1)  # a view, so that the update reaches the parameter
-            stacks[weight.shape].append((weight, matrix.reshape(len(p), -1)))
-        for shape, pairs in stacks.items():
-            weights, matrices = zip(*pairs, strict=True)
-            updates = orthogonalise(torch.stack(matrices), group["eps"]).to(weights[0].dtype).contiguous()
-            torch._foreach_add_(weights, updates.unbind(0), alpha=-0.2 * max(shape) ** 0.5 * group["lr"])
+        decay = 1 - group["lr"] * group["weight_decay"]
+        options = {key: group[key] for key in ("momentum", "nesterov", "eps")}
+        if not self.capture:
+            update_matrices(params, grads, buffers, decay, group["lr"], **options)
+            return
+        memory = tuple(t.data_ptr() for t in (*params, *buffers))  # a loaded state has buffers of its own
+        if memory not in self._captured:
+            if len(self._captured) >= len(self.param_groups):
+                self._captured.clear()  # their memory is no longer in use
+            self._captured[memory] = _Captured(params, grads, buffers, options)
+        self._captured[memory].replay(grads, decay, group["lr"])
 
     def _step_adamw(self, params: list[Tensor], group: dict[str, Any]) -> None:
         for p in params:
@@ -118,6 +121,58 @@ class StackedMuon(Optimizer):
         if key not in state:
             state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
         return state[key]
+
+
+class _Captured:
+    """`update_matrices` as a CUDA graph; gradients and numbers are copied to where the graph reads them."""
+
+    def __init__(
+        self, params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], options: dict[str, Any]
+    ) -> None:
+        self.grads = [grad.clone() for grad in grads]
+        self.decay, self.lr = params[0].new_ones((2,), dtype=torch.float32).unbind()
+        stream, self.graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # libraries initialise at their first call, which cannot be recorded
+            copies = [[t.clone() for t in tensors] for tensors in (params, grads, buffers)]
+            update_matrices(copies[0], copies[1], copies[2], self.decay, self.lr, **options)
+        torch.cuda.current_stream().wait_stream(stream)
+        with capture_graph(self.graph, capture_error_mode="thread_local"):  # other threads may pin memory meanwhile
+            update_matrices(params, self.grads, buffers, self.decay, self.lr, **options)
+
+    def replay(self, grads: list[Tensor], decay: float, lr: float) -> None:
+        torch._foreach_copy_(self.grads, grads)
+        self.decay.fill_(decay)
+        self.lr.fill_(lr)
+        self.graph.replay()
+
+
+def update_matrices(
+    params: list[Tensor],
+    grads: list[Tensor],
+    buffers: list[Tensor],
+    decay: float | Tensor,
+    lr: float | Tensor,
+    *,
+    momentum: float,
+    nesterov: bool,
+    eps: float,
+) -> None:
+    """Muon's update of matrices and convolutions, in place; `decay` is the factor of weight decay."""
+    torch._foreach_lerp_(buffers, grads, 1 - momentum)
+    directions = torch._foreach_lerp(grads, buffers, momentum) if nesterov else buffers
+    torch._foreach_mul_(params, decay)
+    stacks: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for p, direction in zip(params, directions, strict=True):
+        # in the memory order of the weight: a permutation of the columns does not change the update
+        permuted = p.ndim == 4 and not p.is_contiguous() and p.is_contiguous(memory_format=torch.channels_last)
+        weight, matrix = (t.permute(0, 2, 3, 1) if permuted else t for t in (p, direction))
+        weight = weight.view(len(p), -1)  # a view, so that the update reaches the parameter
+        stacks[weight.shape].append((weight, matrix.reshape(len(p), -1)))
+    for shape, pairs in stacks.items():
+        weights, matrices = zip(*pairs, strict=True)
+        updates = orthogonalise(torch.stack(matrices), eps).to(weights[0].dtype)
+        torch._foreach_add_(weights, (updates * (-0.2 * max(shape) ** 0.5 * lr)).contiguous().unbind(0))
 
 
 def orthogonalise(matrices: Tensor, eps: float = 1e-7) -> Tensor:

@@ -40,6 +40,7 @@ def create_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> 
     layer_decay = getattr(recipe, "layer_decay", None)
     if muon:
         kwargs |= {"nesterov": recipe.optimizer == "nmuon", "momentum": recipe.momentum}
+        kwargs.setdefault("capture", device.type == "cuda" and torch.version.hip is None)
         groups = muon_groups(model, recipe.weight_decay, layer_decay)
         return StackedMuon(groups, lr=recipe.peak_lr, weight_decay=recipe.weight_decay, **kwargs)
     if (scale := getattr(recipe, "head_lr_scale", 1.0)) != 1:
