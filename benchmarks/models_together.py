@@ -137,6 +137,8 @@ def measure(
             for worker in workers:
                 if not worker.problem and (turn < 2 or time.monotonic() < end):  # at least one turn each
                     worker.ask(command)
+                    if command == "time":
+                        log(f"{worker.label}: {worker.problem or worker.row['milliseconds']} ms after turn {turn}")
         for worker in workers:
             if profiled and re.search(profiled, worker.label) and not worker.problem and time.monotonic() < end:
                 worker.ask("profile")

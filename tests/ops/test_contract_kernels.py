@@ -187,6 +187,33 @@ def test_opcheck() -> None:
         torch.library.opcheck(getattr(torch.ops.tokamix, name), arguments)
 
 
+def differentiate(op: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """The output, and the gradients of all inputs for the gradient of a sum, whose strides are 0, beside another."""
+    with dispatch.use_backend("triton"):
+        out = op(*inputs)
+        seed = torch.linspace(-1, 1, out[0].numel(), device=DEVICE).view(out[0].shape)
+        return [x.detach() for x in out] + [*torch.autograd.grad(out, inputs, [seed, torch.ones((), device=DEVICE)])]
+
+
+@on_gpu
+@pytest.mark.parametrize("name", OPERATORS)
+def test_compiled_code_launches_the_kernels(name: str) -> None:
+    """In place of our operators, on tensors of the strides of eager calls."""
+    from torch._inductor.utils import run_and_get_code
+
+    op = OPERATORS[name][0]
+    inputs = [x.detach().repeat_interleave(2, -1)[..., ::2].requires_grad_() for x in make(name)]
+
+    def twice(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return op(*inputs), op(*(x.movedim(0, -1).clone().movedim(-1, 0) for x in inputs)).sum()
+
+    with torch._inductor.config.patch(force_disable_caches=True):
+        results, code = run_and_get_code(differentiate, torch.compile(twice, fullgraph=True), inputs)
+    assert "_kernel_0.run(" in code[0]
+    assert not any("torch.ops.tokamix" in lines for lines in code)
+    torch.testing.assert_close(results, differentiate(twice, inputs))
+
+
 @on_gpu
 @pytest.mark.parametrize("name", OPERATORS)
 def test_deterministic(name: str) -> None:

@@ -72,9 +72,13 @@ def test_every_plan(nq: int, nk: int, norm: str | None, poison_empty: None) -> N
         out = kernels.forward(q, k, v, norm, 1e-12, plan)
         assert relative_rmse(out, expected) < 1e-5, plan
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        kernels.backward(do, q, k, v, *grads, norm, 1e-12, plan)
+        kernels.backward(do, q, k, v, grads, norm, 1e-12, plan)
         for name, grad, want in zip("qkv", grads, wanted, strict=True):
             assert relative_rmse(grad, want.transpose(1, 2)) < 1e-5, (plan, name)
+        if nq == nk:
+            joint = torch.empty(1, nq, 3, 2, 20, device=DEVICE)
+            kernels.backward(do, q, k, v, (joint,), norm, 1e-12, plan)
+            assert torch.equal(joint, torch.stack(grads, dim=2))
 
 
 def test_strides(poison_empty: None) -> None:

@@ -25,6 +25,7 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _log = logging.getLogger("tokamix")
 _forced = os.environ.get("TOKAMIX_BACKEND") or None
 _light = os.environ.get("TOKAMIX_LIGHT") != "0"
+_traced = os.environ.get("TOKAMIX_TRACE") != "0"
 _target: str | None = None
 
 
@@ -53,6 +54,15 @@ def use_light(light: bool) -> Iterator[None]:
 def is_light() -> bool:
     """Whether plain eager calls take the light path."""
     return _light
+
+
+def traces_kernels() -> bool:
+    """Whether compiled graphs hold the launches of kernels instead of operators; Triton's interpreter cannot."""
+    return _traced and not INTERPRET
+
+
+class CannotTraceError(Exception):
+    """A launch that cannot be part of a compiled graph; the operator stays in the graph instead."""
 
 
 def choose(

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from triton import knobs
 from triton.runtime import driver
 
 from tokamix.ops import dispatch
+from tokamix.ops.trace import record_launch
 
 ALIGNMENT = 16  # bytes: Triton compiles different code for pointers that are no multiple of it
 CACHE_SIZE = 1024  # launches that an operator keeps: one for each combination of shapes, strides and options
@@ -41,7 +43,10 @@ class Launch:
         self.compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Launch the kernel on the current stream."""
+        """Launch the kernel on the current stream; while a compiler traces, record the launch in its graph."""
+        if isinstance(tensors[0], FunctionalTensor):
+            record_launch(self.kernel, self.grid, *tensors, *self.numbers, **self.constants)
+            return
         if not DIRECT or not dispatch.is_light() or _has_hooks():
             self._launch(tensors)
             return

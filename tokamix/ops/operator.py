@@ -3,15 +3,21 @@
 What watches a call (torch.compile, torch.export, torch.func, tracing, dispatch modes, tensor subclasses) sees an
 operator of torch.library. Its dispatch takes longer on the host than small kernels take on a GPU, so a call that
 nothing watches goes straight to the implementation: within an autograd.Function if a gradient is needed, else alone.
-`TOKAMIX_LIGHT=0` turns this off.
+`TOKAMIX_LIGHT=0` turns this off. torch.compile replaces an operator by the launches of its kernels, which the code that
+it generates then makes itself. `TOKAMIX_TRACE=0` turns that off.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.triton import triton_ops_to_kernels
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
 
 from tokamix.ops import dispatch
 
@@ -32,6 +38,9 @@ class Operator:
         self.definition = torch.library.custom_op(f"tokamix::{name}", mutates_args=())(implementation)
         self.registered = getattr(torch.ops.tokamix, name).default
         self.register_fake = self.definition.register_fake
+        self.definition.register_torch_dispatch(FunctionalTensorMode, self._functionalize)
+        # a part of the keys of compiled graphs, which contain the code of the kernels
+        triton_ops_to_kernels[f"tokamix::{name}"] = _Kernels(implementation.__module__)  # type: ignore[assignment]
         self.function: type[torch.autograd.Function] | None = None
 
     def register_autograd(self, backward: Formula, setup_context: Formula) -> None:
@@ -60,10 +69,49 @@ class Operator:
             return self.registered(*inputs)
         return self.function.apply(*inputs)
 
+    def _functionalize(
+        self, mode: FunctionalTensorMode, op: Any, types: Any, inputs: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        """Trace the implementation in place of the operator, as `torch.library.triton_op` does, where kernels run."""
+        if _can_trace(inputs):
+            with suppress(dispatch.CannotTraceError), mode:
+                return self.implementation(*inputs, **options)
+        return mode.__torch_dispatch__(op, types, inputs, options)
+
 
 def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
     """Register the decorated function as the operator `torch.ops.tokamix.<name>`."""
     return lambda implementation: Operator(name, implementation)
+
+
+class _Kernels:
+    """The kernels that a graph with an operator may contain; imported when PyTorch iterates over them.
+
+    Args:
+        module: the operator's module, which is beside that of its kernels.
+    """
+
+    def __init__(self, module: str) -> None:
+        self.module = module.rpartition(".")[0] + ".kernels"
+
+    def __iter__(self) -> Iterator[Any]:
+        if dispatch.HAS_TRITON and dispatch.traces_kernels():
+            from triton.runtime.jit import JITFunction
+
+            yield from (x for x in vars(import_module(self.module)).values() if isinstance(x, JITFunction))
+
+
+def _can_trace(inputs: tuple[Any, ...]) -> bool:
+    """Whether kernels run on these inputs, and all sizes are numbers: launches depend on them."""
+    leaves = tree_leaves(inputs)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    numbers = (n for x in tensors for n in (*x.shape, *x.stride(), x.storage_offset()))
+    return (
+        dispatch.traces_kernels()
+        and all(type(x) is FunctionalTensor for x in tensors)
+        and dispatch.why_not(*tensors) is None
+        and not any(isinstance(n, torch.SymInt) for n in (*leaves, *numbers))
+    )
 
 
 def _function(

@@ -100,11 +100,12 @@ def _repeat(b, TIMES: tl.constexpr):
     return b
 
 
-# The strides of groups stay unspecialised: with a stride known to be 1, offsets would be read as vectors, in a layout
-# different from that of their channels, and would have to be exchanged between threads.
+# The strides of groups are passed plus 1, so that no compiler knows that they are 1: offsets would be read as vectors,
+# in a layout different from that of their channels, and would have to be exchanged between threads. (Inductor, which
+# launches the kernels in compiled graphs, ignores `do_not_specialize`.)
 
 
-@triton.jit(do_not_specialize=["stride_og"])
+@triton.jit
 def _forward_kernel(
     p_x,  # (B, H, W, C)
     p_offset,  # (B, H, W, directions * G)
@@ -121,7 +122,7 @@ def _forward_kernel(
     stride_ob,
     stride_oh,
     stride_ow,
-    stride_og,
+    stride_og_plus_1,
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     SHARE: tl.constexpr,
@@ -132,6 +133,7 @@ def _forward_kernel(
     EVEN: tl.constexpr,
     LONG: tl.constexpr,
 ):
+    stride_og = stride_og_plus_1 - 1
     # the columns of an image follow its rows, so that they find it in the cache
     i_line, i_g = _place(G, BLOCK_G, LONG)
     rows = tl.cdiv(H, LINES) if WIDTH else 0
@@ -168,13 +170,13 @@ def _forward_kernel(
     tl.store(p_out + i_b * H * W * C + o_out, b_out.to(p_out.dtype.element_ty), mask=m_tile)
 
 
-@triton.jit(do_not_specialize=["stride_og", "stride_gg"])
+@triton.jit
 def _backward_kernel(
     p_grad,  # (B, H, W, C)
     p_x,  # (B, H, W, C)
-    p_offset,  # (B, H, W, G), one direction's
+    p_offset,  # (B, H, W, directions * G)
     p_grad_x,  # (B, H, W, C), contiguous
-    p_grad_offset,  # (B, H, W, G), one direction's
+    p_grad_offset,  # (B, H, W, directions * G), contiguous
     n,
     lines,
     G,
@@ -189,15 +191,16 @@ def _backward_kernel(
     stride_ob,
     stride_ol,
     stride_on,
-    stride_og,
-    stride_oc,
+    stride_oc,  # of groups, and again plus 1
+    stride_og_plus_1,
     stride_b,
     stride_l,
     stride_n,
     stride_gb,
     stride_gl,
     stride_gn,
-    stride_gg,
+    stride_gg_plus_1,
+    FIRST: tl.constexpr,  # group of the direction
     ADD: tl.constexpr,
     SHARE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -207,12 +210,13 @@ def _backward_kernel(
     EVEN: tl.constexpr,
     LONG: tl.constexpr,
 ):
+    stride_og, stride_gg = stride_og_plus_1 - 1, stride_gg_plus_1 - 1
     i_line, i_g = _place(G, BLOCK_G, LONG)
     i_line, start = _part(i_line, n, BLOCK_N, LONG)
     blocks = tl.cdiv(lines, LINES)
     i_b = (i_line // blocks).to(tl.int64)
     i_line %= blocks
-    p_offset += i_b * stride_ob
+    p_offset += i_b * stride_ob + FIRST * stride_oc
     p_grad += i_b * stride_db
 
     o_n, o_line, o_g, o_c, m_group, m_tile = _tile(
@@ -224,7 +228,7 @@ def _backward_kernel(
     b_left, b_right = _sample(p_x + i_b * stride_xb, o_line, o_c, b_pick, m_tile, n, stride_xl, stride_xn, stride_xc)
     b_grad = tl.load(p_grad + o_line * stride_dl + o_n * stride_dn + o_c * stride_dc, mask=m_tile, other=0.0)
     b_slope = tl.sum(b_grad.to(tl.float32) * (b_right - b_left), axis=1, keep_dims=True)
-    p_grad_offset += i_b * stride_gb + o_line * stride_gl + o_n * stride_gn + o_g * stride_gg
+    p_grad_offset += FIRST + i_b * stride_gb + o_line * stride_gl + o_n * stride_gn + o_g * stride_gg
     tl.store(p_grad_offset, b_slope.to(p_grad_offset.dtype.element_ty), mask=m_group)
 
     # the token r to the left samples this one if its offset is within one of r
@@ -300,11 +304,10 @@ def backward(grads: Sequence[Tensor], x: Tensor, offset: Tensor, dims: Sequence[
     grad_offset = empty_like(offset)
     if x.numel() == 0:
         return grad_x, grad_offset
-    parts = zip(grads, dims, offset.chunk(len(dims), -1), grad_offset.chunk(len(dims), -1), strict=True)
-    for i, (grad, dim, part, grad_part) in enumerate(parts):
+    for i, (grad, dim) in enumerate(zip(grads, dims, strict=True)):
         blocks = choose_blocks(width if dim == 2 else height, groups, channels // groups)
-        strides = (grad.stride(), x.stride(), part.stride(), grad_x.stride(), grad_part.stride())
-        _backward_launch(x.shape, strides, dim, groups, blocks, i > 0)(grad, x, part, grad_x, grad_part)
+        strides = (grad.stride(), x.stride(), offset.stride(), grad_x.stride(), grad_offset.stride())
+        _backward_launch(x.shape, strides, dim, groups, blocks, i)(grad, x, offset, grad_x, grad_offset)
     return grad_x, grad_offset
 
 
@@ -361,7 +364,7 @@ def _forward_launch(
     blocks: Blocks,
 ) -> Launch:
     parts = sum(_parts(shape, dim, blocks) for dim in dims)
-    sizes = (*shape[1:], groups, *strides, *offset_strides)
+    sizes = (*shape[1:], groups, *strides, *offset_strides[:3], offset_strides[3] + 1)
     return Launch(
         _forward_kernel, _grid(parts, groups, blocks), *sizes, WIDTH=2 in dims, HEIGHT=1 in dims, **blocks.options()
     )
@@ -369,15 +372,26 @@ def _forward_launch(
 
 @lru_cache(CACHE_SIZE)
 def _backward_launch(
-    shape: tuple[int, ...], strides: tuple[Strides, ...], dim: int, groups: int, blocks: Blocks, add: bool
+    shape: tuple[int, ...], strides: tuple[Strides, ...], dim: int, groups: int, blocks: Blocks, i: int
 ) -> Launch:
-    """The launch for one direction; `strides` are those of grad, x, offset and of the gradients of x and offset."""
+    """The launch for the i-th direction; `strides` are of grad, x, offset and of the gradients of x and offset."""
     # batch, lines, tokens of a line, channels
     ordered = [(b, h, w, c) if dim == 2 else (b, w, h, c) for b, h, w, c in strides]
     grad, x, offset, grad_x, grad_offset = ordered
-    sizes = (shape[dim], shape[3 - dim], groups, *grad, *x, *offset, offset[3], *grad_x[:3], *grad_offset)
+    sizes = (
+        shape[dim],
+        shape[3 - dim],
+        groups,
+        *grad,
+        *x,
+        *offset,
+        offset[3] + 1,
+        *grad_x[:3],
+        *grad_offset[:3],
+        grad_offset[3] + 1,
+    )
     grid = _grid(_parts(shape, dim, blocks), groups, blocks)
-    return Launch(_backward_kernel, grid, *sizes, ADD=add, **blocks.options())
+    return Launch(_backward_kernel, grid, *sizes, FIRST=i * groups, ADD=i > 0, **blocks.options())
 
 
 def _parts(shape: tuple[int, ...], dim: int, blocks: Blocks) -> int:

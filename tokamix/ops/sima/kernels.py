@@ -201,7 +201,9 @@ def _write_gradients(
 
 
 # In the kernels, x_b, x_n, x_h are the strides of x (B, N, H, D), whose last stride is 1; v is laid out as k, dv as dk,
-# and out and do are contiguous. A program is head b * H + h, or one chunk of its tokens.
+# and out and do are contiguous. A program is head b * H + h, or one chunk of its tokens. If JOINT, the gradients are
+# parts of one tensor (B, N, 3, H, D), p_dq, that begin `part` numbers after each other: torch.compile would copy
+# outputs that are views of each other.
 
 
 @triton.jit
@@ -240,10 +242,13 @@ def _forward_kernel(
 @triton.jit
 def _backward_kernel(
     p_do, p_q, p_k, p_v, p_dq, p_dk, p_dv,
-    q_b, q_n, q_h, k_b, k_n, k_h, dq_b, dq_n, dq_h, dk_b, dk_n, dk_h,
+    q_b, q_n, q_h, k_b, k_n, k_h, dq_b, dq_n, dq_h, dk_b, dk_n, dk_h, part,
     H, NQ, NK, D, eps,
-    POWER: tl.constexpr, FOLD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    JOINT: tl.constexpr, POWER: tl.constexpr, FOLD: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    if JOINT:
+        p_dk, p_dv = p_dq + part, p_dq + 2 * part
     i = tl.program_id(0)
     i_b, i_h = (i // H).to(tl.int64), (i % H).to(tl.int64)
     p_do += (i_b * NQ * H + i_h) * D
@@ -348,10 +353,13 @@ def _output_kernel(
 @triton.jit
 def _gradients_kernel(
     p_do, p_q, p_k, p_v, p_small, p_dq, p_dk, p_dv,
-    q_b, q_n, q_h, k_b, k_n, k_h, dq_b, dq_n, dq_h, dk_b, dk_n, dk_h,
+    q_b, q_n, q_h, k_b, k_n, k_h, dq_b, dq_n, dq_h, dk_b, dk_n, dk_h, part,
     H, NQ, NK, D, chunks, chunk_size,
-    POWER: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    JOINT: tl.constexpr, POWER: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    if JOINT:
+        p_dk, p_dv = p_dq + part, p_dq + 2 * part
     i = tl.num_programs(0) - 1 - tl.program_id(0)  # in reverse order, as above
     i_head, start = i // chunks, i % chunks * chunk_size
     i_b, i_h, at = (i_head // H).to(tl.int64), (i_head % H).to(tl.int64), start.to(tl.int64)
@@ -459,20 +467,24 @@ def forward(q: Tensor, k: Tensor, v: Tensor, norm: str | None, eps: float, plan:
 
 
 def backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, norm: str | None, eps: float,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, grads: tuple[Tensor, ...], norm: str | None, eps: float,
     plan: Plan | None = None,
 ) -> None:  # fmt: skip
-    """Write the gradients of q, k and v, (B, N, H, D) each, into dq, dk and dv; dk and dv have the same strides."""
+    """Write the gradients of q, k and v, (B, N, H, D) each.
+
+    `grads` are three contiguous tensors for them, or one contiguous tensor (B, N, 3, H, D).
+    """
     batch, nq, heads, dim = q.shape
-    nk, power = k.shape[1], POWERS[norm]
+    nk, power, joint = k.shape[1], POWERS[norm], len(grads) == 1
     do, q, (k, v) = do.contiguous(), _unit_stride(q), _keys_and_values(k, v)
     plan = plan or choose_plan(batch * heads, max(nq, nk), dim, q.dtype, q.device, backward=True)
-    strides = (q.stride(), k.stride(), dq.stride(), dk.stride())
+    arguments = (q.shape, nk, (q.stride(), k.stride()), joint)
+    dq, dk, dv = grads * 3 if joint else grads
     if plan.chunks == 1:
-        _backward_launch(q.shape, nk, strides, eps, power, plan)(do, q, k, v, dq, dk, dv)
+        _backward_launch(*arguments, eps, power, plan)(do, q, k, v, dq, dk, dv)
     else:
         small = _small_matrices(do, q, k, v, power, eps, plan, backward=True)
-        _gradients_launch(q.shape, nk, strides, power, plan)(do, q, k, v, small, dq, dk, dv)
+        _gradients_launch(*arguments, power, plan)(do, q, k, v, small, dq, dk, dv)
 
 
 def _small_matrices(
@@ -481,13 +493,12 @@ def _small_matrices(
     """The small matrices of every head, (B * H, rows, BLOCK_D), from tokens split into chunks."""
     (batch, nq, heads, dim), nk = q.shape, k.shape[1]
     chunks, _ = plan.split(max(nq, nk))
-    # the partial sums of the chunks, followed by their combination
-    shape = (chunks + 1, batch * heads, _rows(dim, backward), _block_d(dim))
-    buffer = torch.empty(shape, device=q.device, dtype=torch.float32)
-    small = buffer[chunks]
+    shape = (batch * heads, _rows(dim, backward), _block_d(dim))
+    sums = torch.empty(chunks, *shape, device=q.device, dtype=torch.float32)
+    small = torch.empty(shape, device=q.device, dtype=torch.float32)
     gather, combine = _small_launches(q.shape, q.stride(), nk, k.stride(), eps, power, plan, backward)
-    gather(do, q, k, v, buffer)
-    combine(q, buffer, small)
+    gather(do, q, k, v, sums)
+    combine(q, sums, small)
     return small
 
 
@@ -517,20 +528,33 @@ def _output_launch(shape: Shape, q: Shape, plan: Plan) -> Launch:
 
 
 @lru_cache(CACHE_SIZE)
-def _backward_launch(shape: Shape, nk: int, strides: tuple[Shape, ...], eps: float, power: int, plan: Plan) -> Launch:
-    """`strides` are those of q, k and of their gradients."""
+def _backward_launch(
+    shape: Shape, nk: int, strides: tuple[Shape, Shape], joint: bool, eps: float, power: int, plan: Plan
+) -> Launch:
+    """`strides` are those of q and k."""
     batch, nq, heads, dim = shape
-    sizes = (*(n for x in strides for n in x[:3]), heads, nq, nk, dim, eps)
-    return Launch(_backward_kernel, (batch * heads,), *sizes, POWER=power, FOLD=plan.fold, **plan.options(dim))
+    sizes = (*_gradient_strides(shape, nk, strides, joint), heads, nq, nk, dim, eps)
+    constants = plan.options(dim) | {"JOINT": joint, "POWER": power, "FOLD": plan.fold}
+    return Launch(_backward_kernel, (batch * heads,), *sizes, **constants)
 
 
 @lru_cache(CACHE_SIZE)
-def _gradients_launch(shape: Shape, nk: int, strides: tuple[Shape, ...], power: int, plan: Plan) -> Launch:
+def _gradients_launch(
+    shape: Shape, nk: int, strides: tuple[Shape, Shape], joint: bool, power: int, plan: Plan
+) -> Launch:
     batch, nq, heads, dim = shape
     chunks, size = plan.split(max(nq, nk))
-    sizes = (*(n for x in strides for n in x[:3]), heads, nq, nk, dim, chunks, size)
-    constants = plan.options(dim) | {"POWER": power, "ROWS": _rows(dim, backward=True)}
+    sizes = (*_gradient_strides(shape, nk, strides, joint), heads, nq, nk, dim, chunks, size)
+    constants = plan.options(dim) | {"JOINT": joint, "POWER": power, "ROWS": _rows(dim, backward=True)}
     return Launch(_gradients_kernel, (batch * heads * chunks,), *sizes, **constants)
+
+
+def _gradient_strides(shape: Shape, nk: int, strides: tuple[Shape, Shape], joint: bool) -> Shape:
+    """The strides of q, k and of their gradients, and the distance of the gradients of q, k and v in one tensor."""
+    _, nq, heads, dim = shape
+    part = heads * dim
+    token = 3 * part if joint else part
+    return (*strides[0][:3], *strides[1][:3], nq * token, token, dim, nk * token, token, dim, part)
 
 
 @lru_cache(CACHE_SIZE)

@@ -163,7 +163,7 @@ def _(qkv: Tensor, norm: str | None, eps: float) -> Tensor:
 @operator("sima_self_attention_backward")
 def _self_attention_backward(grad: Tensor, qkv: Tensor, norm: str | None, eps: float) -> Tensor:
     grad_qkv = qkv.new_empty(qkv.shape)
-    _backward(grad, qkv.unbind(2), grad_qkv.unbind(2), norm, eps)
+    _backward(grad, qkv.unbind(2), (grad_qkv,), norm, eps)
     return grad_qkv
 
 
@@ -202,14 +202,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, norm: str | None, eps: float) -> T
     return out.transpose(1, 2).contiguous()
 
 
-def _backward(grad: Tensor, inputs: Sequence[Tensor], grads: Sequence[Tensor], norm: str | None, eps: float) -> None:
-    """Write the gradients of q, k and v into `grads`."""
+def _backward(grad: Tensor, inputs: Sequence[Tensor], grads: tuple[Tensor, ...], norm: str | None, eps: float) -> None:
+    """Write the gradients of q, k and v into `grads`: three tensors, or one (B, N, 3, H, D)."""
     q, k, v = inputs
     if _use_kernels(q):
         from tokamix.ops.sima import kernels
 
-        dq, dk, dv = grads
-        return kernels.backward(grad, q, k, v, dq, dk, dv, norm, eps)
+        return kernels.backward(grad, q, k, v, grads, norm, eps)
     grad, q, k, v = (x.transpose(1, 2) for x in (grad, q, k, v))
-    for target, value in zip(grads, reference.sima_attention_backward(grad, q, k, v, norm, eps), strict=True):
+    targets = grads if len(grads) == 3 else grads[0].unbind(2)
+    for target, value in zip(targets, reference.sima_attention_backward(grad, q, k, v, norm, eps), strict=True):
         target.copy_(value.transpose(1, 2))
