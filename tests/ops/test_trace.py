@@ -16,6 +16,7 @@ from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.ops.kernels import both_axes, sample_and_scatter
+from tests.ops.test_generated_code import stop_at_ttgir
 from tokamix import ops
 from tokamix.ops import dispatch
 from tokamix.ops.branch_fusion.op import branch_summary, fuse_branches
@@ -143,6 +144,34 @@ def test_outputs_are_no_views(name: str) -> None:
             source = node.kwargs["kwargs"][argument]
             assert "empty" in str(source.target) or source.target.__name__ == "getitem", source.target
             assert source.meta["val"].is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_compile_with_the_signature_of_generated_code(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor passes Python's floats in float64, Triton's launcher in float32."""
+    import triton
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", stop_at_ttgir)
+    for node in launches_of(trace(name, dtype)):
+        kernel, given = kernel_of(node), node.kwargs["kwargs"]
+        arguments = given | kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])
+        options = {key: arguments.pop(key) for key in ("num_warps", "num_stages") if key in arguments}
+        constants = {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr}
+        signature = {p.name: "constexpr" if p.is_constexpr else kind(arguments[p.name]) for p in kernel.params}
+        triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def kind(argument: Any) -> str:
+    """Triton's name for the type of an argument, as Inductor chooses it."""
+    if isinstance(argument, torch.fx.Node):
+        return {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[argument.meta["val"].dtype]
+    return {bool: "i1", int: "i32", float: "fp64"}[type(argument)]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -133,6 +133,7 @@ def _gather(
 @triton.jit
 def _weigh(b_kv, b_qdo, b_q_sum, b_k_sum, eps, POWER: tl.constexpr, dtype: tl.constexpr):
     """Sums -> M, P, and the factors of sign(q), sign(k) (for l2: q, k) in the gradients."""
+    eps = tl.cast(eps, tl.float32)  # compiled graphs pass numbers in float64
     b_q_norm, b_k_norm = _norm(b_q_sum, eps, POWER), _norm(b_k_sum, eps, POWER)
     b_m = b_kv / b_q_norm[:, None] / b_k_norm[:, None]
     b_p = b_qdo / b_q_norm[:, None] / b_k_norm[:, None]
