@@ -318,7 +318,7 @@ def main() -> None:
         "DENSE": dense_table(),
         "OPS": ops_table(),
         "SCALING": scaling_section(),
-        "TARGETS": targets_table(rows("targets"), rows("eager"), rows("side_by_side")),
+        "TARGETS": targets_table(rows("targets"), rows("eager"), rows("traced"), rows("side_by_side")),
         "ENVIRONMENT": [environment],
     }.items():
         page = page.replace(f"<{mark}>", "\n".join(lines))

@@ -32,7 +32,7 @@ def write_targets(folder: Path, *measured: tuple[ModelRow, dict[str, float]]) ->
 
 def table(report: Any) -> dict[tuple[str, str], list[str]]:
     """The cells of the table of targets by setting and model."""
-    lines = report.targets_table(*(report.rows(name) for name in ("targets", "eager", "side_by_side")))
+    lines = report.targets_table(*(report.rows(name) for name in ("targets", "eager", "traced", "side_by_side")))
     cells = [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines[2:]]
     assert all(len(row) == 7 for row in cells)
     return {(row[0], row[1]): row[2:] for row in cells}

@@ -38,7 +38,6 @@ GRAPHS = "reduce-overhead"  # the mode of torch.compile that replays CUDA graphs
 OUR_NAMES = " ".join(dict(OURS))
 # mode, side of the images, batch, mode of torch.compile, models
 TARGETS: tuple[tuple[str, int, int, str, str], ...] = (
-    ("train", 224, 128, "default", "atmnet_tiny convnext_tiny stvit_small caformer_s18"),
     ("infer", 224, 1, GRAPHS, "atmnet_tiny convnext_tiny stvit_small deit_small_patch16_224"),
     ("infer", 224, 1, "graphed", "atmnet_tiny convnext_tiny stvit_small deit_small_patch16_224"),
     ("infer", 224, 128, GRAPHS, f"{OUR_NAMES} convnext_tiny caformer_s18 efficientvit_l1"),
