@@ -1,6 +1,6 @@
 """AOTInductor packages against torch.compile on a GPU; writes results/aoti.csv.
 
-    python benchmarks/aoti.py [--models stvit_small,atmnet_tiny] [--batches 1,64] [--runtimes aoti,graphs] [--deadline 150]
+    python benchmarks/aoti.py [--models stvit_small,atmnet_tiny] [--batches 1,64] [--runtimes aoti,graphs]
 
 Each model, batch and runtime has its own process. All prepare at the same time: eager, torch.compile, torch.compile
 with CUDA graphs, and the package, which is written, opened and called through AOTInductor's loader. Outputs are
