@@ -62,7 +62,8 @@ LIMITS = (
     " without GELU each runs at 83 to 100 % of the rate of the fastest, 55 billion fp32 products a second. About 20 ms"
     " are convolutions, 7 ms attention, 3 ms the sampling of super tokens, 1 ms the check that packed weights are"
     " current. At 1.6x of the fast runs, eager mode would take 56 ms on two threads, as if nothing were lost by"
-    " dividing the work. Probable losses: small operators run on one thread, and all weights, 100 MB, are read in every call.",
+    " dividing the work. Probable losses: small operators run on one thread, and all weights, 100 MB, are read in"
+    " every call.",
     "- **deit_small_sima at 1024 px in ONNX Runtime.** On one thread, 87 % of the time are linear layers, which the"
     " graph holds as single nodes. Alone, they run at 44 to 51 billion products a second, PyTorch's at 45 to 48; so"
     " only the other 13 % can make a difference.",
