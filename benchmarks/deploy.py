@@ -58,12 +58,15 @@ LIMITS = (
     " as the authors' operators in the two fast runs, 1.6x to 1.8x in the others. int8 of the others, in runs that"
     " nothing disturbed: atmnet_tiny 2.9x, 2.9x and 3.2x; amixer_tiny 2.4x, 3.6x and 3.6x; xcit_small_12_p16_sima"
     " 3.3x, 3.8x, 3.3x and 3.4x.",
-    "- **stvit_small in eager mode.** 40 of 66 ms are linear layers and 9 ms convolutions, both near the full rate of"
-    " 105 billion fp32 products a second; 5 ms are attention, 1 ms the check that packed weights are current. The rest"
-    " is the sampling of super tokens and Python. At 1.6x of the fast runs, eager mode would take 56 ms, which leaves"
-    " 7 ms for all but linear layers and convolutions.",
-    "- **deit_small_sima at 1024 px in ONNX Runtime.** Four fifths of the time are linear layers, which the graph holds"
-    " as single nodes; the runtime's products decide.",
+    "- **stvit_small in eager mode.** On one thread (processor time, 110 ms), 71 ms are linear layers with their GELUs;"
+    " without GELU each runs at 83 to 100 % of the rate of the fastest, 55 billion fp32 products a second. About 20 ms"
+    " are convolutions, 7 ms attention, 3 ms the sampling of super tokens, 1 ms the check that packed weights are"
+    " current. At 1.6x of the fast runs, eager mode would take 56 ms on two threads, as if nothing were lost by"
+    " dividing the work. Probable losses: small operators run on one thread, and all weights, 100 MB, are read in"
+    " every call.",
+    "- **deit_small_sima at 1024 px in ONNX Runtime.** On one thread, 87 % of the time are linear layers, which the"
+    " graph holds as single nodes. Alone, they run at 44 to 51 billion products a second, PyTorch's at 45 to 48; so"
+    " only the other 13 % can make a difference.",
 )
 COLUMNS = (
     "model",
@@ -335,18 +338,19 @@ def node_lines(rows: list[dict[str, str]]) -> list[str]:
         "The target is at most twice ConvNeXt's nodes per block; it is missed. The export folds scales and BatchNorms"
         " into weights, merges reshapes and transposes, and writes a linear layer as one node. What is left: a block of"
         " ConvNeXt is one depthwise convolution and two linear layers. AMixer's has six linear layers and two batched"
-        " products. XCiT's has a convolutional branch besides attention and MLP, and SimA's norms.",
+        " products. XCiT's has a convolutional branch besides attention and MLP (10 nodes), and SimA's norms (9)."
+        " Queries and keys normed together would take one node less, but are copied once more, which is slower.",
         "",
-        "A block of STViT without super tokens has 26 nodes: 4 convolutions, 2 linear layers, norm, GELU, 2 additions,"
-        " 2 products, softmax, 3 gathers (queries, keys, values) and 10 reshapes and transposes. Super tokens add 31:"
-        " three times a padding, a gather and reshapes to exchange values between cells; 3 products, softmax, weighted"
-        " means.",
+        "A block of STViT without super tokens has 23 nodes: 4 convolutions, 2 linear layers, norm, GELU, 2 additions,"
+        " 2 products, softmax, a split into queries, keys and values, and 9 reshapes and transposes. Super tokens add"
+        " 30: three times a padding, a gather and reshapes to exchange values between cells; 3 products, softmax,"
+        " weighted means.",
         "",
-        "A block of ATMNet has 46 nodes, and 16 more where it predicts offsets: 8 linear layers, 2 norms, 2 GELUs, 12"
-        " for samples (padding, 4 gathers, interpolation), 11 for the weights of three branches and their sums, and 11"
-        " reshapes. `GridSample` would replace half of them, but reads four neighbours where two are needed. ONNX has"
-        " no operator for any of these mixers. Runtimes fuse many of these nodes when they open a file: the column *x"
-        " eager* shows what is left of their cost.",
+        "A block of ATMNet has 44 nodes, and 15 more where it predicts offsets: 8 linear layers, 2 norms, 2 GELUs, 2"
+        " additions, 8 for samples (padding, 4 gathers, interpolation), 13 for the weights of three branches and their"
+        " sums, and 9 reshapes. `GridSample` would replace most of those for samples, but reads four neighbours where"
+        " two are needed. ONNX has no operator for any of these mixers. Runtimes fuse many of these nodes when they"
+        " open a file: the column *x eager* shows what is left of their cost.",
     ]
 
 

@@ -122,6 +122,8 @@ def test_bad_input() -> None:
         "pick", "--budget-ms", "5", "--models", "stvit", "--device", "cpu", code=1
     )
     assert "accuracy of resnet18 is not known" in call("pick", "--budget-ms", "5", "--models", "resnet18", code=1)
+    text = call("pick", "--budget-ms", "5", "--models", "convnext_tiny", code=1)
+    assert "did you mean convnext_tiny.fb_in1k?" in text
     text = call("pick", "--budget-ms", "5", "--task", "segment", "--models", "stvit_small", code=1)
     assert "the mIoU of 'stvit_small' is not known; choose from " in text
     assert "there is no runtime 'onxx'" in call("pick", "--budget-ms", "5", "--runtime", "onxx", code=1)

@@ -53,6 +53,45 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, tuple[int, ...]], str, str]] =
         "n = Cast<to=7>(x) i = Reshape(n, flat) a = Gather<axis=0>(W, i) b = Reshape(a, s) y = Abs(b)",
         "Cast Gather Abs",
     ),
+    "constant indices of an axis": (
+        (2, 5, 3),
+        {"i": (4, 0, 1, 1), "s": (2, 2, 2, 3)},
+        "a = Gather<axis=1>(x, i) b = Reshape(a, s) y = Abs(b)",
+        "Gather Abs",
+    ),
+    "gathered rows that are reshaped": (
+        (2, 5, 3),
+        {"i": (4, 0), "s": (2, 6)},
+        "a = Gather<axis=1>(x, i) b = Reshape(a, s) y = Softmax(b)",
+        "Gather Reshape Softmax",
+    ),
+    "queries, keys and values": (
+        (1, 3, 12),
+        {"s": (1, 3, 3, 2, 2), "i": (0,), "j": (1,), "k": (2,), "l": (3,), "axis": (0,)},
+        "c = Reshape(x, s) d = Transpose<perm=[2, 0, 3, 1, 4]>(c) e = Slice(d, i, j, axis) q = Squeeze(e, axis)"
+        " f = Slice(d, j, k, axis) m = Squeeze(f, axis) g = Slice(d, k, l, axis) v = Squeeze(g, axis)"
+        " a = Sub(v, q) y = Div(a, m)",
+        "Reshape Transpose Split Sub Div",
+    ),
+    "a norm between tokens and rows": (
+        (1, 4, 3, 2),
+        {"G": (4,), "B": (4,), "W": (4, 5), "D": (5,), "s": (1, 4, 6), "r": (6, 4)},
+        "a = Reshape(x, s) b = Transpose<perm=[0, 2, 1]>(a) n = LayerNormalization<axis=-1>(b, G, B)"
+        " c = Reshape(n, r) y = Gemm(c, W, D)",
+        "Reshape Transpose LayerNormalization Gemm",
+    ),
+    "a new leading axis": (
+        (6, 20),
+        {"s": (6, 4, 5), "t": (1, 6, 5, 4)},
+        "a = Reshape(x, s) b = Transpose<perm=[0, 2, 1]>(a) c = Reshape(b, t) y = Softmax(c)",
+        "Reshape Transpose Softmax",
+    ),
+    "the same Reshape twice": (
+        (2, 6),
+        {"s": (3, 4), "t": (3, 4)},
+        "a = Softmax(x) b = Reshape(a, s) c = Reshape(a, t) d = Softmax(b) y = Add(c, d)",
+        "Softmax Reshape Softmax Add",
+    ),
     "transposed keys": (
         (2, 3, 4, 5),
         {"s": (6, 4, 5), "t": (2, 3, 5, 4)},
@@ -70,7 +109,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, tuple[int, ...]], str, str]] =
         {"W": (4, 4), "B": (4,), "G": (4,)},
         "n = LayerNormalization<axis=-1>(x, G, B) a = MatMul(n, W) b = Add(a, B) c = Add(x, b) d = Gelu(c)"
         " e = MatMul(d, W) f = Add(e, B) h = Add(c, f) y = Softmax(h)",
-        "LayerNormalization Reshape Gemm Reshape Add Gelu Gemm Add Reshape Softmax",
+        "Reshape LayerNormalization Gemm Add Gelu Gemm Add Reshape Softmax",
     ),
     "a norm of a map": (
         (2, 3, 4, 5),

@@ -72,6 +72,8 @@ def test_super_tokens(shape: tuple[int, ...], cell: tuple[int, int], n_iter: int
     tokens, association, _ = reference.sample(x, cell, n_iter)
     expected = reference.scatter(tokens.sin(), association, cell)
     torch.testing.assert_close(mix(x, cell, n_iter, lambda tokens, _: tokens.sin()), expected, rtol=1e-4, atol=1e-5)
+    total = mix(x, cell, n_iter, lambda tokens, _: tokens.sin(), residual=2 * x)
+    torch.testing.assert_close(total, expected + 2 * x, rtol=1e-4, atol=1e-5)
 
 
 def test_far_logits_do_not_overflow() -> None:
@@ -92,6 +94,26 @@ def test_linear(rows: int) -> None:
         total = cpu.linear(x, layer.weight, bias, residual=residual)
         torch.testing.assert_close(total, plain + residual, rtol=1e-4, atol=1e-5)
     assert bool(cpu._packed) == (rows == 3)
+
+
+@pytest.mark.parametrize(("hidden", "parts"), [(64, 2), (64, 4), (40, 4), (64, 9), (16, 1)])
+def test_conv_mlp_in_parts(hidden: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hidden map in parts of its channels, where they divide, and again after a change of the weights."""
+    monkeypatch.setattr(cpu, "MAX_HIDDEN", 2 * 5 * 7 * hidden // parts)
+    monkeypatch.setattr(cpu, "MAX_PACKED_ROWS", 0)
+    layers: Any = nn.Linear(8, hidden), DepthwiseConv(hidden, residual=True), nn.Linear(hidden, 8)
+    x, residual = torch.randn(2, 35, 8), torch.randn(2, 35, 8)
+    for _ in range(2):
+        weights = [(layer.weight, layer.bias) for layer in layers]
+        with torch.inference_mode():
+            z = F.gelu(layers[0](x)).unflatten(1, (5, 7)).permute(0, 3, 1, 2)
+            z = z + F.conv2d(z, layers[1].weight, layers[1].bias, padding=1, groups=hidden)
+            expected = layers[2](z.permute(0, 2, 3, 1).flatten(1, 2))
+            torch.testing.assert_close(cpu.conv_mlp(x, (5, 7), *weights), expected, rtol=1e-4, atol=1e-5)
+            total = cpu.conv_mlp(x, (5, 7), *weights, residual)
+            torch.testing.assert_close(total, expected + residual, rtol=1e-4, atol=1e-5)
+        for layer in layers:
+            nn.init.normal_(layer.weight, std=0.3)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +227,11 @@ def test_hooks_and_adapters_see_their_layers() -> None:
     assert len(seen) == 3
     assert seen[0].min() < -0.3  # before GELU, whose least value is -0.17
     handle.remove()
+    with model.stem[4].register_forward_hook(lambda *args: seen.append(args[2])):
+        assert_equal_to_plain(model, images)
+    assert len(seen) == 6
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="channels"):
+        model.stem(torch.randn(1, 4, 32, 32))
     mlp.fc2 = adapter = Adapter(mlp.fc2)
     assert not torch.allclose(assert_equal_to_plain(model, images), plain)
     assert adapter.calls == 3

@@ -96,7 +96,9 @@ def _list_classifiers(names: Sequence[str]) -> list[Candidate]:
         elif top1 is not None:
             candidates.append(Candidate(name, top1, "the paper; no weights of ours"))
         elif names:
-            raise ValueError(f"the ImageNet accuracy of {name} is not known, so it cannot be chosen by it")
+            tagged = [peer for peer in PEERS if peer.startswith(f"{architecture}.")]
+            cure = f"; did you mean {tagged[0]}?" if tagged else ", so it cannot be chosen by it"
+            raise ValueError(f"the ImageNet accuracy of {name} is not known{cure}")
     return candidates
 
 

@@ -80,15 +80,48 @@ def unbind_to_gather(node: Any) -> bool:
 
 
 def gather_shaped(node: Any) -> bool:
-    """Reshape(Gather(x, Reshape(indices))) -> Gather(x, indices): Gather takes indices of any shape."""
+    """Reshape(Gather(x, indices)) -> Gather(x, reshaped indices): Gather takes indices of any shape."""
     gather = _producer(node.inputs[0], "Gather")
-    flat = None if gather is None else _producer(gather.inputs[1], "Reshape", uses=None)
-    if flat is None or gather.attributes.get_int("axis", 0) != 0:
+    if gather is None:
         return False
-    indices, data, out = (_shape(value) for value in (flat.inputs[0], gather.inputs[0], node.outputs[0]))
-    if indices is None or data is None or out != indices + data[1:]:
+    axis, values = gather.attributes.get_int("axis", 0), _constant(gather.inputs[1])
+    flat = _producer(gather.inputs[1], "Reshape", uses=None)
+    data, out = _shape(gather.inputs[0]), _shape(node.outputs[0])
+    if data is None or out is None or len(out) < len(data):
         return False
-    return _replace(node, _add(node, "Gather", [gather.inputs[0], flat.inputs[0]], gather))
+    indices = out[axis : len(out) - len(data) + axis + 1]
+    if out != data[:axis] + indices + data[axis + 1 :]:
+        return False
+    if values is not None and values.size == math.prod(indices):
+        source = _initializer(node, values.reshape(indices))
+    elif flat is not None and _shape(flat.inputs[0]) == indices:
+        source = flat.inputs[0]
+    else:
+        return False
+    return _replace(node, _add(node, "Gather", [gather.inputs[0], source], gather))
+
+
+def gathers_to_split(node: Any) -> bool:
+    """Queries, keys and values as one Gather each -> one Split of the heads of all three."""
+    reshape, shape = _producer(node.inputs[0], "Reshape"), _shape(node.inputs[0])
+    if reshape is None or shape is None or len(shape) != 5 or _perm(node) != [2, 0, 3, 1, 4]:
+        return False
+    gathers = [use.node for use in node.outputs[0].uses()]
+    if any(gather.op_type != "Gather" or gather.attributes.get_int("axis", 0) != 0 for gather in gathers):
+        return False
+    order = [_constant(gather.inputs[1]) for gather in gathers]
+    if any(index is None or index.ndim for index in order) or sorted(map(int, order)) != list(range(shape[2])):
+        return False
+    # a scale of one of them is folded through its Gather first
+    if any(use.node.op_type == "Mul" for gather in gathers for use in gather.outputs[0].uses()):
+        return False
+    batch, tokens, parts, heads, channels = shape
+    joined = _add_reshape(node, reshape.inputs[0], (batch, tokens, parts * heads, channels))
+    moved = _add(node, "Transpose", [joined], node, shape=(batch, parts * heads, tokens, channels), perm=[0, 2, 1, 3])
+    pieces = _add_split(node, moved, parts)
+    for index, gather in zip(map(int, order), gathers, strict=True):
+        _replace(gather, pieces[index])
+    return True
 
 
 def transpose_keys(node: Any) -> bool:
@@ -217,19 +250,56 @@ def sink_reshape(node: Any) -> bool:
         return False
     if node.op_type not in ELEMENTWISE:
         axis = node.attributes.get_int("axis", -1)
-        if axis != -1 or shape[-1] != after[-1] or len(shape) > 3:
+        if axis != -1 or shape[-1] != after[-1] or len(shape) > min(3, len(after)):
             return False
     return _reshape(node, _add(node, node.op_type, [before.inputs[0], *node.inputs[1:]], node, shape=shape))
 
 
 def norm_rows(node: Any) -> bool:
-    """A LayerNormalization of a map -> of its tokens as rows: OpenVINO 2026.4 splits those of more than three axes."""
+    """A LayerNormalization of a map -> of its tokens as rows: OpenVINO 2026.4 splits those of more than three axes.
+
+    One of tokens too, if all readers want rows.
+    """
     shape = _shape(node.inputs[0])
-    if shape is None or len(shape) < 4 or node.attributes.get_int("axis", -1) != -1:
+    if shape is None or len(shape) < 3 or node.attributes.get_int("axis", -1) != -1:
         return False
     rows = (math.prod(shape[:-1]), shape[-1])
+    readers = [use.node for use in node.outputs[0].uses()]
+    if len(shape) == 3 and any(r.op_type != "Reshape" or _shape(r.outputs[0]) != rows for r in readers):
+        return False
     inputs = [_add_reshape(node, node.inputs[0], rows), *node.inputs[1:]]
     return _reshape(node, _add(node, node.op_type, inputs, node, shape=rows))
+
+
+def reshape_first(node: Any) -> bool:
+    """Reshape(Transpose(Reshape(x))) that adds or drops a leading axis of size 1 -> Transpose(Reshape(x))."""
+    moved = _producer(node.inputs[0], "Transpose")
+    before = None if moved is None else _producer(moved.inputs[0], "Reshape")
+    if before is None:
+        return False
+    perm, shape, after = _perm(moved), _shape(moved.inputs[0]), _shape(node.outputs[0])
+    if shape is None or after is None:
+        return False
+    moved_shape = tuple(shape[axis] for axis in perm)
+    if after == (1, *moved_shape):
+        shape, perm = (1, *shape), [0, *(axis + 1 for axis in perm)]
+    elif (1, *after) == moved_shape and perm[0] == 0:
+        shape, perm = shape[1:], [axis - 1 for axis in perm[1:]]
+    else:
+        return False
+    source = _add_reshape(node, before.inputs[0], shape)
+    return _replace(node, _add(node, "Transpose", [source], moved, perm=perm))
+
+
+def join_reshapes(node: Any) -> bool:
+    """Two equal Reshapes of one value -> one."""
+    shape = _shape(node.outputs[0])
+    same = {use.node for use in node.inputs[0].uses() if use.node.op_type == "Reshape"}
+    same = {other for other in same if shape is not None and _shape(other.outputs[0]) == shape}
+    if len(same) < 2:
+        return False
+    first = next(other for other in node.graph if other in same)
+    return first is not node and not first.outputs[0].is_graph_output() and _replace(node, first.outputs[0])
 
 
 def sink_reshapes(node: Any) -> bool:
@@ -249,10 +319,10 @@ def sink_reshapes(node: Any) -> bool:
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "Identity": (drop_identity,),
-    "Transpose": (drop_transpose, merge_transposes),
+    "Transpose": (drop_transpose, merge_transposes, gathers_to_split),
     "Squeeze": (unbind_to_gather, to_reshape),
     "Unsqueeze": (to_reshape,),
-    "Reshape": (transpose_keys, gather_shaped, merge_reshapes),
+    "Reshape": (transpose_keys, gather_shaped, merge_reshapes, reshape_first, join_reshapes),
     "Mul": (fold_scale,),
     "Add": (to_gemm, sink_reshapes),
     "LayerNormalization": (norm_rows, sink_reshape),
@@ -312,6 +382,24 @@ def _add(
     (output,), (old,) = new.outputs, place.outputs
     output.shape, output.type = onnx_ir.Shape(shape) if shape else old.shape, old.type
     return output
+
+
+def _add_split(place: Any, value: Any, parts: int) -> list[Any]:
+    """Add a Split of axis 1 into equal parts before `place`; its outputs."""
+    import onnx_ir
+
+    new = onnx_ir.node(
+        "Split",
+        [value],
+        {"axis": 1, "num_outputs": parts},
+        num_outputs=parts,
+        metadata_props=dict(place.metadata_props),
+    )
+    place.graph.insert_before(place, new)
+    batch, heads, *rest = value.shape
+    for output in new.outputs:
+        output.shape, output.type = onnx_ir.Shape((batch, heads // parts, *rest)), value.type
+    return list(new.outputs)
 
 
 def _add_reshape(place: Any, source: Any, shape: tuple[int, ...]) -> Any:

@@ -49,7 +49,8 @@ class ImageConv(nn.Conv2d):
 class PatchConv(nn.Conv2d):
     """A convolution of non-overlapping patches: images (B, C, H, W) in, channels_last memory out.
 
-    Computed as a matrix product, because cuDNN is slow for patches of three channels, and a CPU for large patches.
+    Computed as a matrix product, because cuDNN is slow for patches of three channels, and PyTorch on a CPU for large
+    patches. Other runtimes get the convolution.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class PatchConv(nn.Conv2d):
         height, width = self.kernel_size
         if x.ndim != 4 or x.shape[1] != self.in_channels:
             return super().forward(x)  # raises the usual error
+        if dispatch.is_exporting_to("onnx", "openvino"):
+            return super().forward(x)
         if x.device.type == "cpu" and height * width < 64:
             return super().forward(x.contiguous(memory_format=torch.channels_last))
         patches = x.unfold(2, height, height).unfold(3, width, width).permute(0, 2, 3, 1, 4, 5)  # (B, h, w, C, ...)

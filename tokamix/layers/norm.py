@@ -23,8 +23,8 @@ class RecomputedLayerNorm(nn.LayerNorm):
         return out.to(autocast_dtype(x)) if autocast_enabled(x) else out
 
 
-def apply_batch_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    """Apply an nn.BatchNorm1d to the channels of a map or of tokens x (..., C).
+def apply_batch_norm(norm: nn.Module, x: Tensor, inplace: bool = False) -> Tensor:
+    """Apply an nn.BatchNorm1d to the channels of a map or of tokens x (..., C); `inplace` allows to overwrite x.
 
     A function, not a subclass of BatchNorm1d: `convert_sync_batchnorm` would replace a subclass by a plain layer.
     """
@@ -35,5 +35,6 @@ def apply_batch_norm(norm: nn.Module, x: Tensor) -> Tensor:
         if mean is not None and variance is not None:
             scale = norm.weight * (variance + norm.eps).rsqrt()
             # several times as fast as PyTorch's kernel
-            return torch.addcmul(torch.addcmul(norm.bias, mean, scale, value=-1), x, scale)
+            shift = torch.addcmul(norm.bias, mean, scale, value=-1)
+            return torch.addcmul(shift, x, scale, out=x if inplace else None)
     return norm(x.reshape(-1, x.shape[-1])).view(x.shape)

@@ -77,12 +77,14 @@ class SuperTokenAttention(nn.Module):
         """Mix tokens x (B, H*W, C) of grid (H, W); `residual` is added to them."""
         if self.cell == (1, 1):
             return self._refine(to_autocast_dtype(x), grid, residual)
-        out = self._mix(to_autocast_dtype(x), grid)
+        x = to_autocast_dtype(x)
+        if self.backend is None and cpu.usable(x):
+            added = None if residual is None else tokens_to_map(residual, grid)
+            return mix(tokens_to_map(x, grid), self.cell, self.n_iter, self._refine, added).flatten(1, 2)
+        out = self._mix(x, grid)
         return out if residual is None else residual + out
 
     def _mix(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        if self.backend is None and cpu.usable(x):
-            return mix(tokens_to_map(x, grid), self.cell, self.n_iter, self._refine).flatten(1, 2)
         tokens, association = super_token_sample(tokens_to_map(x, grid), self.cell, self.n_iter, self.backend)
         tokens, small = map_to_tokens(tokens)
         tokens = tokens_to_map(self._refine(tokens, small), small)

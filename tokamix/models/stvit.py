@@ -22,6 +22,7 @@ from tokamix.layers import (
     Mlp,
     PatchConv,
     apply_batch_norm,
+    channels_first,
     channels_last,
     fold_into_next,
     is_bare,
@@ -105,17 +106,20 @@ class Block(nn.Module):
 
     def _fused(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """The same block for inference on a CPU, with fewer and larger kernels; see `tokamix.ops.cpu`."""
-        x = self._depthwise(self.cpe, x, grid)
+        cpe: Any = self.cpe
+        image = channels_first(tokens_to_map(x, grid))
+        image = cpu.conv(image, cpe.weight, cpe.bias, cpe.padding, groups=cpe.groups, residual=True)
+        x = channels_last(image).flatten(1, 2)
         if type(self.mixer) is SuperTokenAttention and type(self.ls1) is nn.Identity:
             x = self.mixer(self.norm1(x), grid, x)
         else:
             x = x + self.ls1(self.mixer(self.norm1(x), grid))
-        fc1, fc2 = self.mlp.fc1, self.mlp.fc2
-        z = cpu.linear(apply_batch_norm(self.norm2, x), fc1.weight, fc1.bias, gelu=True)
-        z = self._depthwise(self.mlp.conv, z, grid)
+        mlp: Any = self.mlp
+        fc1, conv, fc2 = ((layer.weight, layer.bias) for layer in (mlp.fc1, mlp.conv, mlp.fc2))
+        z = apply_batch_norm(self.norm2, x)
         if type(self.ls2) is nn.Identity:
-            return cpu.linear(z, fc2.weight, fc2.bias, residual=x)
-        return x + self.ls2(cpu.linear(z, fc2.weight, fc2.bias))
+            return cpu.conv_mlp(z, grid, fc1, conv, fc2, residual=x)
+        return x + self.ls2(cpu.conv_mlp(z, grid, fc1, conv, fc2))
 
     def _is_convolutional(self) -> bool:
         """Whether `_exported` computes what the layers do."""
@@ -139,13 +143,6 @@ class Block(nn.Module):
         z = F.conv2d(z, (mlp.fc2.weight.mT * scale).mT[..., None, None], mlp.fc2.bias * scale)
         return (x + z).permute(0, 2, 3, 1).flatten(1, 2)
 
-    @staticmethod
-    def _depthwise(conv: Any, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        """x + conv(x) on tokens x (B, H*W, C)."""
-        image = x.reshape(x.shape[0], *grid, x.shape[2]).permute(0, 3, 1, 2)
-        y = cpu.conv(image, conv.weight, conv.bias, conv.padding, groups=conv.groups, residual=True)
-        return y.permute(0, 2, 3, 1).reshape(x.shape)
-
     def reparameterize(self) -> None:
         """Fold the BatchNorm into the layer after it, for inference; see `timm.utils.reparameterize_model`."""
         self.norm2 = fold_into_next(self.norm2, self.mlp.fc1)
@@ -166,8 +163,24 @@ class STViTStem(MapSequential):
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) -> (B, h, w, dim)."""
+        first: Any
         first, *others = self
+        if cpu.usable(x) and x.ndim == 4 and x.shape[1] == first.in_channels and self._is_bare():
+            return self._fused(x)
         return self._call(others, channels_last(first(x)))
+
+    def _is_bare(self) -> bool:
+        """Whether `_fused` computes what the layers do."""
+        convs = all(is_bare(conv, MapConv if i else ImageConv) for i, conv in enumerate(list(self)[::3]))
+        return convs and all(type(layer) is GELU and not is_hooked(layer) for layer in list(self)[1::3])
+
+    def _fused(self, x: Tensor) -> Tensor:
+        """The same for inference on a CPU: GELU is part of the convolutions; see `tokamix.ops.cpu`."""
+        layers: list[Any] = list(self)
+        for conv, norm in zip(layers[::3], layers[2::3], strict=True):
+            x = cpu.conv(x, conv.weight, conv.bias, conv.padding, conv.stride, gelu=True)
+            x = channels_first(apply_batch_norm(norm, channels_last(x), inplace=True))
+        return channels_last(x)
 
 
 class STViTPatchStem(nn.Sequential):

@@ -8,7 +8,7 @@ again. Models that were created in inference mode run without them, because thei
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,8 @@ from torch import Tensor
 from tokamix.ops import dispatch
 
 MAX_PACKED_ROWS = 1024  # with more rows, reordering the weights takes little of the product's time
+MAX_HIDDEN = 250_000  # values of a hidden map, 1 MB: a larger one does not stay in the caches between two layers
+MAX_PARTS = 4  # of a hidden map; products with fewer than 64 channels are slow
 MIN_PRODUCTS = 4_000_000  # a call of oneDNN takes longer to set up than one of PyTorch's own matrix product
 
 _AVAILABLE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -29,7 +31,7 @@ class _Packed(NamedTuple):
     version: int
     probe: Tensor  # a view of elements of each row and column of the weight
     values: Tensor  # what they were
-    weight: Tensor  # the packed one
+    packed: Any
 
     def is_current(self, weight: Tensor) -> bool:
         """Whether the weight has not changed."""
@@ -61,8 +63,7 @@ def linear(
         weight = _pack(weight, "linear", lambda: torch.ops.mkldnn._reorder_linear_weight.default(weight, rows))
     if residual is not None:
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")
-    activation = ("gelu", [None], "none") if gelu else ("none", [], "")
-    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, *activation)
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, *_activation(gelu))
 
 
 def conv(
@@ -74,24 +75,88 @@ def conv(
     dilation: Sequence[int] = (1, 1),
     groups: int = 1,
     residual: bool = False,
+    gelu: bool = False,
 ) -> Tensor:
-    """A convolution of an image (B, C, H, W) to channels_last memory; with `residual`, depthwise and plus the image."""
+    """A convolution of an image (B, C, H, W) to channels_last memory.
+
+    With `residual` it is depthwise and the image is added; with `gelu`, GELU of its output is returned.
+    """
     options = padding, stride, dilation, groups
     image = image.contiguous(memory_format=torch.channels_last)
 
     def pack() -> Tensor:
-        kernels = weight
-        if residual:  # adding 1 at the centre of each kernel adds the image
-            kernels = weight.clone()
-            kernels[:, :, weight.shape[2] // 2, weight.shape[3] // 2] += 1
+        kernels = _add_identity(weight) if residual else weight
         return torch.ops.mkldnn._reorder_convolution_weight.default(kernels, *options, image.shape)
 
     packed = _pack(weight, "residual" if residual else "conv", pack)
-    return torch.ops.mkldnn._convolution_pointwise.default(image, packed, bias, *options, "none", [], "")
+    return torch.ops.mkldnn._convolution_pointwise.default(image, packed, bias, *options, *_activation(gelu))
 
 
-def _pack(weight: Tensor, kind: str, pack: Callable[[], Tensor]) -> Tensor:
-    """The packed weight, from the cache if the weight has not changed since.
+def conv_mlp(
+    x: Tensor,
+    grid: tuple[int, int],
+    fc1: tuple[Tensor, Tensor],
+    kernels: tuple[Tensor, Tensor],
+    fc2: tuple[Tensor, Tensor],
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Linear, GELU, z + depthwise convolution of z, Linear, plus `residual`, on tokens x (B, H*W, C) of grid (H, W).
+
+    A large hidden map is computed in parts of its channels, which the convolution does not mix.
+
+    Args:
+        x: the tokens.
+        grid: their grid.
+        fc1: weight and bias of the first linear layer.
+        kernels: weight (hidden, 1, k, k), k odd, and bias of the convolution.
+        fc2: weight and bias of the last linear layer.
+        residual: tokens (B, H*W, C), or None.
+    """
+    (height, width), hidden, rows = grid, fc1[0].shape[0], x.shape[0] * x.shape[1]
+    parts = min(MAX_PARTS, (rows * hidden + MAX_HIDDEN - 1) // MAX_HIDDEN)
+    if rows < MAX_PACKED_ROWS or hidden % (16 * parts):
+        parts = 1
+    size, padding = hidden // parts, (kernels[0].shape[2] // 2, kernels[0].shape[3] // 2)
+    if parts == 1:
+        z = linear(x, *fc1, gelu=True)
+        image = z.view(-1, height, width, hidden).permute(0, 3, 1, 2)
+        z = conv(image, *kernels, padding, groups=hidden, residual=True).permute(0, 2, 3, 1).reshape(z.shape)
+        return linear(z, *fc2, residual=residual)
+
+    def pack_kernels() -> list[Tensor]:
+        chunks, shape = _add_identity(kernels[0]).chunk(parts), (len(x), size, height, width)
+        return [torch.ops.mkldnn._reorder_convolution_weight.default(part, *options, shape) for part in chunks]
+
+    options, kind = (padding, (1, 1), (1, 1), size), f"{parts} parts"
+    packed = _pack(kernels[0], kind, pack_kernels)
+    # contiguous, because oneDNN takes a thousand times as long for weights with gaps
+    last = _pack(fc2[0], kind, lambda: [part.contiguous() for part in fc2[0].chunk(parts, 1)])
+    bias: Tensor | None = fc2[1]
+    biases = kernels[1].chunk(parts)
+    for i, first in enumerate(zip(fc1[0].chunk(parts), fc1[1].chunk(parts), strict=True)):
+        z = linear(x, *first, gelu=True)
+        image = z.view(-1, height, width, size).permute(0, 3, 1, 2)
+        image = torch.ops.mkldnn._convolution_pointwise.default(image, packed[i], biases[i], *options, *_activation())
+        z = image.permute(0, 2, 3, 1).reshape(z.shape)
+        residual, bias = linear(z, last[i], bias, residual=residual), None
+    assert residual is not None
+    return residual
+
+
+def _activation(gelu: bool = False) -> tuple[str, list[None], str]:
+    """The arguments of oneDNN's operators."""
+    return ("gelu", [None], "none") if gelu else ("none", [], "")
+
+
+def _add_identity(kernels: Tensor) -> Tensor:
+    """Add 1 at the centre of each kernel of a depthwise convolution, which adds the image to its output."""
+    kernels = kernels.clone()
+    kernels[:, :, kernels.shape[2] // 2, kernels.shape[3] // 2] += 1
+    return kernels
+
+
+def _pack(weight: Tensor, kind: str, pack: Callable[[], Any]) -> Any:
+    """What `pack` makes of the weight, from the cache if the weight has not changed since.
 
     PyTorch counts changes, but not those made through `weight.data`, as moving averages and pruning often do. So an
     element of each row and of most columns is compared as well; all of them would take a tenth of the model's time.
@@ -99,11 +164,11 @@ def _pack(weight: Tensor, kind: str, pack: Callable[[], Tensor]) -> Tensor:
     key = id(weight)
     found = _packed.get(key)
     if found is not None and found.source() is weight and found.kind == kind and found.is_current(weight):
-        return found.weight
+        return found.packed
     if weight.is_inference() or not weight.is_contiguous():  # changes are not counted, or the elements not adjacent
         return pack()
     rows = weight.shape[0]
     probe = weight.detach().view(-1)[:: max(1, min(rows, weight.numel() // rows) - 1)]  # of each row and column
     source = weakref.ref(weight, lambda _: _packed.pop(key, None))
     _packed[key] = _Packed(source, kind, weight.data_ptr(), weight._version, probe, probe.clone(), pack())
-    return _packed[key].weight
+    return _packed[key].packed

@@ -41,7 +41,7 @@ def active_gather_axes(x: Tensor, plan: GatherPlan) -> tuple[Tensor, Tensor]:
 def plan_exported(x: Tensor, offset: Tensor) -> GatherPlan:
     """`plan_axes` in few operators, for exported graphs of fixed size: both axes at once, and constants for the rest.
 
-    `rows` holds the left rows only, (2, B, H, W, G), `fractions` one tensor (2, B, H, W, C).
+    `rows` holds the left rows only, (2, B, H, W, G), `fractions` one tensor (2, B, H, W, G, C / G).
     """
     (batch, height, width, channels), groups = x.shape, offset.shape[-1] // 2
     strides = _strides(width, groups, x.device)
@@ -60,7 +60,7 @@ def plan_exported(x: Tensor, offset: Tensor) -> GatherPlan:
     left = position.floor()
     index = base + left.long().clamp(-PAD, max(height, width)) * strides  # clamped again because of NaN
     fraction = (position - left).unsqueeze(-1) * exact.new_ones(channels // groups)  # runtimes are slow at Expand
-    return GatherPlan(index, [fraction.flatten(4)])
+    return GatherPlan(index, [fraction])
 
 
 def gather_exported(x: Tensor, plan: GatherPlan) -> tuple[Tensor, Tensor]:
@@ -68,9 +68,9 @@ def gather_exported(x: Tensor, plan: GatherPlan) -> tuple[Tensor, Tensor]:
     (fraction,), groups = plan.fractions, plan.rows.shape[-1]
     rows = _pad(x).reshape(-1, x.shape[-1] // groups)
     right = plan.rows + _strides(x.shape[2], groups, x.device)
-    left, right = (F.embedding(index, rows).flatten(4) for index in (plan.rows, right))  # (2, B, H, W, C)
+    left, right = (F.embedding(index, rows) for index in (plan.rows, right))  # (2, B, H, W, G, C / G)
     along_width, along_height = (left + fraction * (right - left)).to(x.dtype).unbind()
-    return along_width, along_height
+    return along_width.flatten(3), along_height.flatten(3)
 
 
 def _strides(width: int, groups: int, device: torch.device) -> Tensor:

@@ -14,8 +14,10 @@ from tokamix.ops.super_token import reference
 from tokamix.ops.super_token.reference import EPS, Cell
 
 
-def mix(x: Tensor, cell: Cell, n_iter: int, refine: Callable[[Tensor, Cell], Tensor]) -> Tensor:
-    """Sample super tokens of a map x (B, H, W, C), refine them and scatter them back to a map.
+def mix(
+    x: Tensor, cell: Cell, n_iter: int, refine: Callable[[Tensor, Cell], Tensor], residual: Tensor | None = None
+) -> Tensor:
+    """Sample super tokens of a map x (B, H, W, C), refine them and scatter them back to a map; `residual` is added.
 
     `refine` takes the super tokens (B, p * q, C) and their grid (p, q), and returns as many.
     """
@@ -27,7 +29,11 @@ def mix(x: Tensor, cell: Cell, n_iter: int, refine: Callable[[Tensor, Cell], Ten
         association = _associate(flat, _take(tokens, around))
         tokens = _aggregate(flat, association, inward, len(x))
     out = torch.bmm(association.mT, _take(refine(tokens, (p, q)), around))
-    return reference.from_cells(out.view(cells.shape), cell, *x.shape[1:3])
+    if residual is None or (p * cell[0], q * cell[1]) != x.shape[1:3]:
+        out = reference.from_cells(out.view(cells.shape), cell, *x.shape[1:3])
+        return out if residual is None else out + residual
+    out = out.view(-1, p, q, *cell, x.shape[3]).transpose(2, 3)  # the sum reads the cells in the order of the map
+    return (residual.reshape(out.shape) + out).view(x.shape)
 
 
 def _associate(cells: Tensor, near: Tensor) -> Tensor:
