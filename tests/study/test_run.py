@@ -166,6 +166,8 @@ def test_the_next_run_has_another_arm_then_is_tuning_then_long() -> None:
         jobs.remove(chosen)
         order.append((chosen.arm, chosen.minutes))
     assert order == [("a", 1), ("c", 1), ("b", 5), ("b", 1)]
+    later, first = replace(base, arm="a", look=1), replace(base, arm="b", phase="final")
+    assert next_job([later, first], [(base.study, "b")]) == first  # every claim is tested once before one is again
 
 
 def test_unknown_data(tmp_path: Path) -> None:

@@ -90,7 +90,8 @@ def _minutes(rows: Sequence[Row]) -> str:
     words = []
     for device in sorted({row["gpu"] for row in rows}):
         minutes = f"{gpu_minutes(row for row in rows if row['gpu'] == device):.0f}"
-        words.append(f"{minutes} minutes on a CPU" if device == "cpu" else f"{minutes} GPU minutes on {device}")
+        unit = "minute" if minutes == "1" else "minutes"
+        words.append(f"{minutes} {unit} on a CPU" if device == "cpu" else f"{minutes} GPU {unit} on {device}")
     return ", ".join(words)
 
 

@@ -4,7 +4,7 @@ import fnmatch
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ class Job:
     settings_hash: str
     minutes: float
     probes: tuple[str, ...] = ()
+    look: int = 0  # the test of the claims that needs it; 0 for tuning, too
 
     @property
     def key(self) -> Key:
@@ -68,7 +69,7 @@ def list_jobs(study: Study, rows: Sequence[Row], speeds: Sequence[Row] = (), onl
     for i in range(study.looks[-1]):
         for arm in arms:
             if i < wanted[arm.name] and (job := final_job(study, arm, study.first_seed + i, rows, speeds)):
-                jobs.append(job)
+                jobs.append(replace(job, look=sum(i >= look for look in study.looks)))
     unique: dict[Key, Job] = {}
     for job in jobs:  # arms with equal settings share their runs
         if job.key not in done:

@@ -148,7 +148,8 @@ class _Pack:
             for job in list_jobs(study, self.rows, self.speeds[name], self.only):
                 if job.key not in self.busy and job.key not in self.failed:
                     first = jobs.setdefault(job.key, job)  # studies share equal runs, with the probes of all
-                    jobs[job.key] = replace(first, probes=tuple(dict.fromkeys(first.probes + job.probes)))
+                    probes = tuple(dict.fromkeys(first.probes + job.probes))
+                    jobs[job.key] = replace(first, probes=probes, look=min(first.look, job.look))
         return list(jobs.values())
 
     def _files(self, job: Job) -> tuple[Path, Path, Path]:
@@ -177,7 +178,8 @@ class _Pack:
             return self._waiting()
         self._record(job)
         waiting = self._waiting()
-        same_arm = (other for other in waiting if (other.study, other.arm) == (job.study, job.arm))
+        look = min((other.look for other in waiting), default=0)
+        same_arm = (other for other in waiting if (other.study, other.arm, other.look) == (job.study, job.arm, look))
         following = next(same_arm, None) if self.reuse else None
         if following is not None and process.poll() is None:
             waiting.remove(following)
@@ -224,10 +226,15 @@ class _Pack:
 def next_job(waiting: Sequence[Job], arms: Sequence[tuple[str, str]]) -> Job:
     """The run to start in a new process while runs of `arms` (study and arm) are in work.
 
-    Arms without a process come first, so that two processes do not compile the same code at once; then tuning, on which
-    other runs wait; then the longest runs, so that none is left for the end.
+    First the runs that the first test of the claims needs. Among them arms without a process, so that two processes do
+    not compile the same code at once; then tuning, on which other runs wait; then the longest runs, so that none is
+    left for the end.
     """
-    return min(waiting, key=lambda job: (arms.count((job.study, job.arm)), job.phase != "tune", -job.minutes))
+
+    def place(job: Job) -> tuple[Any, ...]:
+        return job.look, arms.count((job.study, job.arm)), job.phase != "tune", -job.minutes
+
+    return min(waiting, key=place)
 
 
 @contextmanager
