@@ -280,9 +280,9 @@ class Engine:
             weights = self.ema.average if prefix and self.ema else self.saved.state_dict()
             self.best_weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
         self._log(row)
-        for prefix, metrics in results.items():
+        for kind, metrics in results.items():
             if not math.isfinite(metrics.get("loss", 0.0)):
-                self.display.say(f"epoch {row['epoch']}: {prefix}loss not finite: some outputs are NaN or infinite")
+                self.display.say(f"epoch {row['epoch']}: {kind}loss not finite: some outputs are NaN or infinite")
         self.display.epoch(row, is_best and self.recipe.select == "best")
         with self.ema.swapped() if prefix and self.ema else nullcontext():
             drawing = self.task.draw_predictions(self.saved)
