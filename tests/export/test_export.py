@@ -314,3 +314,18 @@ def test_triton_layout(onnx_report: ExportReport, tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match=r"Triton needs a file REPOSITORY/NAME/1/model\.onnx"):
         write_triton_config(onnx_report.path)
+
+
+def test_inductor_may_raise_cant_split_without_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11 does, which would end in a TypeError."""
+    from torch._inductor.codegen import simd
+
+    class CantSplit(Exception):
+        def __init__(self, expr: object, remaining: object) -> None:
+            super().__init__()
+
+    monkeypatch.setattr(simd, "CantSplit", CantSplit)
+    write._give_defaults_to_cant_split()
+    bare: type[Exception] = CantSplit
+    with pytest.raises(CantSplit):
+        raise bare

@@ -145,8 +145,24 @@ def write_torch_export(program: ExportedProgram, path: Path, metadata: Metadata,
 def write_aoti(program: ExportedProgram, path: Path, metadata: Metadata, opset: int) -> None:
     """Compile a program with AOTInductor, for this machine's kind of CPU or GPU."""
     options = {"aot_inductor.metadata": {METADATA_KEY: json.dumps(metadata)}}
+    _give_defaults_to_cant_split()
     with quiet():
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+
+
+def _give_defaults_to_cant_split() -> None:
+    """Work around https://github.com/pytorch/pytorch/issues/178676, which is repaired after torch 2.11.
+
+    Inductor raises CantSplit without its two arguments where it tries another loop next, so the attempt ends in a
+    TypeError. STViT on a GPU, with more than one image, is such a case.
+    """
+    from torch._inductor.codegen.simd import CantSplit
+
+    create: Any = CantSplit
+    try:
+        create()
+    except TypeError:
+        create.__init__.__defaults__ = (None, None)
 
 
 def write_executorch(program: ExportedProgram, path: Path, metadata: Metadata, opset: int) -> None:
