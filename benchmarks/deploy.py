@@ -58,13 +58,15 @@ LIMITS = (
     " Runtime against eager mode 0.93x or 1.2x, then 1.3x and 1.1x. amixer_tiny in int8 2.4x, 3.6x and 3.6x, then 2.6x"
     " and 3.7x; atmnet_tiny 2.9x, 2.9x and 3.2x, then 3.2x; xcit_small_12_p16_sima 3.3x, 3.8x, 3.3x and 3.4x, then"
     " 3.6x. deit_small_sima at 1024 px in ONNX Runtime 0.95x, then 1.17x.",
-    "- **stvit_small in eager mode.** On one thread (processor time, 110 ms), 71 ms are linear layers with their GELUs;"
+    "- **stvit_small in eager mode.** On one thread (110 ms of processor time, profiled by hand), 71 ms are linear"
+    " layers with their GELUs;"
     " without GELU each runs at 83 to 100 % of the rate of the fastest, 55 billion fp32 products a second. About 20 ms"
     " are convolutions, 7 ms attention, 3 ms the sampling of super tokens, 1 ms the check that packed weights are"
     " current. At 1.6x of the fast runs, eager mode would take 56 ms on two threads, as if nothing were lost by"
     " dividing the work. Probable losses: small operators run on one thread, and all weights, 100 MB, are read in"
     " every call.",
-    "- **deit_small_sima at 1024 px in ONNX Runtime.** On one thread, 87 % of the time are linear layers, which the"
+    "- **deit_small_sima at 1024 px in ONNX Runtime.** On one thread, profiled by hand, 87 % of the time are linear"
+    " layers, which the"
     " graph holds as single nodes. Alone, they run at 44 to 51 billion products a second, PyTorch's at 45 to 48; so"
     " only the other 13 % can make a difference. In processor time of one thread the file takes slightly longer than"
     " eager mode (0.96x).",
