@@ -148,6 +148,7 @@ def test_divergence_is_a_result() -> None:
         ({"arms": {"a": {"set": {"epocs": 3}}}}, r"there is no key 'epocs'; did you mean epochs"),
         ({"arms": {"a": {"use": ["toy"], "seeds": 3}}}, r"arm a: there is no key 'seeds'"),
         ({"arms": {"a b": {"use": ["toy"]}}}, r"letters, digits and underscores"),
+        ({"bodies": ["pyramid"]}, r"bodies has 'pyramid', but no arm is called pyramid_\*"),
         ({"looks": [3, 3]}, r"must be rising numbers of seeds"),
         ({"sizes": [8]}, r"sizes is \[8\], but must map image sides to changes"),
         ({"holdout": 0}, r"tuning needs images that are held out"),

@@ -31,11 +31,12 @@ from tokamix.study.plan import final_job, list_jobs
 from tokamix.study.processes import Process
 from tokamix.study.rows import SPEED_COLUMNS, read_all_rows, read_rows, unpack_bits, write_row
 from tokamix.study.run import next_job, run_study
-from tokamix.study.schema import Study
+from tokamix.study.schema import Study, load_study
 from tokamix.study.speed import prepare
 from tokamix.study.worker import train_job, work
 from tokamix.train.tasks.classify import Classify
 
+RESULTS = Path(__file__).parents[2] / "results" / "studies"
 WORKER = """
 import json, os, sys, time
 for number, line in enumerate(iter(sys.stdin.readline, "")):
@@ -357,6 +358,13 @@ def test_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = texts(png, study, tmp_path, monkeypatch)
     assert found.count("not measured") == 1
     assert {"60.1", "sima, 5 epochs", "Inference on a GPU", "sima, measured"} <= set(found)
+
+
+def test_figure_of_two_bodies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row for each mixer; the legend names the bodies, and speed is that of the first."""
+    found = texts(tmp_path / "figure.png", load_study("fair_comparison"), RESULTS, monkeypatch)
+    assert {"column", "pyramid", "super token", "Accuracy after equal time in the column"} <= set(found)
+    assert not {"column super token", "pyramid super token", "not measured"} & set(found)
 
 
 def test_command(tmp_path: Path) -> None:

@@ -37,7 +37,6 @@ def study(
     runs: Annotated[Path | None, typer.Option(help="Folder for the runs. Default: runs/studies.")] = None,
     page: Annotated[Path | None, typer.Option(help="Write the page of this study, or of all studies, here.")] = None,
     figure: Annotated[Path | None, typer.Option(help="Draw a comparison as a PNG file here.")] = None,
-    body: Annotated[str, typer.Option(help="With --figure: the arms that start with this, such as column_.")] = "",
     mps: Annotated[bool, typer.Option(help="Share the GPU through NVIDIA's multi-process service.")] = True,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
 ) -> None:
@@ -61,7 +60,7 @@ def study(
 
             if len(studies) != 1:
                 raise ValueError(f"--figure draws one study, but {len(studies)} are given")
-            draw_figure(studies[0], figure, output, body)
+            draw_figure(studies[0], figure, output)
             console.print(f"wrote {figure}", soft_wrap=True)
         elif plan:
             _print_plan(studies, output, only, jobs)

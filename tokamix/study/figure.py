@@ -1,4 +1,4 @@
-"""The panels of a comparison: accuracy against training speed, accuracy after equal time, speed against resolution."""
+"""The panels of a comparison: accuracy after equal epochs and equal time, and speed."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,20 +11,20 @@ from tokamix.study.schema import Study, load_study
 from tokamix.study.statistics import contrast
 
 NOT_MEASURED = "not measured"
+MARKERS = ("o", "D", "s")  # of the bodies; the first is filled
 METRICS = {"top1": "top-1 in %", "miou": "mIoU in %", "box_ap": "box AP in %"}
 
 
-def draw_figure(study: str | Study, path: str | Path, results: str | Path = "results/studies", body: str = "") -> None:
-    """Draw the arms whose names start with `body`; an arm without runs says "not measured".
+def draw_figure(study: str | Study, path: str | Path, results: str | Path = "results/studies") -> None:
+    """Draw a comparison; an arm without runs says "not measured".
 
-    Three panels: accuracy after equal epochs, against the training speed where it is measured; accuracy after equal
-    time; inference speed against resolution, if it is measured.
+    The panels: accuracy after equal epochs in each of the study's bodies; accuracy against training speed, accuracy
+    after equal time, and inference speed against resolution, in the first body, each if it is measured.
 
     Args:
-        study: a study with speeds.
+        study: a comparison of arms.
         path: the PNG file.
         results: folder of the study's CSV files.
-        body: prefix of the arms, such as "column_"; it is left out of their labels.
     """
     try:
         from matplotlib.figure import Figure
@@ -33,37 +33,51 @@ def draw_figure(study: str | Study, path: str | Path, results: str | Path = "res
     study = study if isinstance(study, Study) else load_study(study)
     rows = read_all_rows(Path(results), study.name)
     speeds = read_rows(Path(results) / f"{study.name}_speed.csv")
-    arms = [name for name in study.arms if name.startswith(body) and not study.arms[name].equal_time]
-    epochs = {name: scores_of(study, final_rows(study, name, rows, speeds)) for name in arms}
+    compared = [name for name, arm in study.arms.items() if not arm.equal_time]
+    epochs = {name: scores_of(study, final_rows(study, name, rows, speeds)) for name in compared}
     if not any(epochs.values()):
-        raise ValueError(f"study {study.name} has no finished runs of arms {body}* in {results}; run it first")
+        raise ValueError(f"study {study.name} has no finished runs in {results}; run it first")
+    prefixes = [f"{body}_" for body in study.bodies] or [""]
+    arms = [name for name in compared if name.startswith(prefixes[0])]
+    colours = {name: f"C{i % 10}" for i, name in enumerate(arms)}
     arms.sort(key=lambda name: sum(epochs[name]) / max(1, len(epochs[name])))
-    timed = {name: equal_time_rows(study, name, rows, speeds) for name in arms}
-    labels = {name: name.removeprefix(body).replace("_", " ") for name in arms}
-    colours = {name: f"C{i % 10}" for i, name in enumerate(study.arms) if name in arms}
+    mixers = {name: name.removeprefix(prefixes[0]) for name in arms}
+    labels = {name: mixers[name].replace("_", " ") for name in arms}
+    in_body = f" in the {study.bodies[0]}" if study.bodies else ""
 
-    infer = [row for row in speeds if row["mode"] == "infer" and row["arm"] in arms]
-    figure = Figure(figsize=(13 if infer else 10.5, 0.8 + 0.38 * max(9, len(arms))), layout="constrained")
-    panels: Any = figure.subplots(1, 3 if infer else 2)
-    metric = METRICS.get(study.metric, study.metric)
-    length = study.arms[arms[0]].settings.get("epochs")
     trained = {name: speed for name in arms if (speed := train_speed(speeds, name)) and epochs[name]}
+    timed = {name: own for name in arms if (own := equal_time_rows(study, name, rows, speeds)) is not None}
+    infer = [row for row in speeds if row["mode"] == "infer" and row["arm"] in arms]
+    count = 1 + sum(map(bool, (len(trained) == len(arms), timed, infer)))
+    down, across = (2, 2) if count == 4 else (1, count)
+    height = 0.8 + 0.4 * max(9, len(arms))
+    figure = Figure(figsize=(5.5 * across, height * down), layout="constrained")
+    panels: Any = iter(figure.subplots(down, across, squeeze=False).flat)
+    metric = METRICS.get(study.metric, study.metric)
     gpus = ", ".join(sorted({row["gpu"] for row in speeds if row.get("gpu")}))
-    panels[0].set(title=f"Accuracy after {length} epochs")
+
+    panel = next(panels)
+    marks = [[epochs.get(prefix + mixers[name], []) for prefix in prefixes] for name in arms]
+    _draw_scores(panel, [(labels[name], colours[name], own) for name, own in zip(arms, marks, strict=True)])
+    if study.bodies:
+        panel.legend(handles=[_mark(panel, place, body) for place, body in enumerate(study.bodies)], fontsize=8)
+    length = study.arms[arms[0]].settings.get("epochs")
+    panel.set(title=f"Accuracy after {length} epochs", xlabel=_describe(metric, [own for row in marks for own in row]))
     if len(trained) == len(arms):
-        _draw_tradeoff(panels[0], [(labels[name], colours[name], epochs[name], trained[name]) for name in arms])
-        panels[0].set(xlabel=f"training on {gpus}, images/s", ylabel=_describe(metric, epochs.values()))
-    else:
-        _draw_scores(panels[0], [(labels[name], colours[name], epochs[name]) for name in arms])
-        panels[0].set(xlabel=_describe(metric, epochs.values()))
-    compared = [name for name in arms if timed[name] is not None]
-    texts = {name: f"{labels[name]}, {_epochs(timed[name])}" if timed[name] else labels[name] for name in compared}
-    scores = {name: scores_of(study, timed[name] or []) for name in compared}
-    _draw_scores(panels[1], [(texts[name], colours[name], scores[name]) for name in compared])
-    panels[1].set(title="Accuracy after equal time", xlabel=_describe(metric, scores.values()))
+        panel = next(panels)
+        _draw_tradeoff(panel, [(labels[name], colours[name], epochs[name], trained[name]) for name in arms])
+        panel.set(title=f"Accuracy against training speed{in_body}", xlabel=f"training on {gpus}, images/s")
+        panel.set(ylabel=metric)
+    if timed:
+        panel = next(panels)
+        texts = {name: f"{labels[name]}, {_epochs(own)}" if own else labels[name] for name, own in timed.items()}
+        scores = {name: scores_of(study, own) for name, own in timed.items()}
+        _draw_scores(panel, [(texts[name], colours[name], [scores[name]]) for name in timed])
+        panel.set(title=f"Accuracy after equal time{in_body}", xlabel=_describe(metric, scores.values()))
     if infer:
-        _draw_speeds(panels[2], [(labels[name], colours[name], name) for name in reversed(arms)], infer)
-        panels[2].set(title=f"Inference on {gpus}", ylabel="images/s")
+        panel = next(panels)
+        _draw_speeds(panel, [(labels[name], colours[name], name) for name in reversed(arms)], infer)
+        panel.set(title=f"Inference{in_body} on {gpus}", ylabel="images/s")
     write_atomically(Path(path), lambda temporary: figure.savefig(temporary, format="png", dpi=130))
 
 
@@ -95,19 +109,32 @@ def _describe(metric: str, scores: Any) -> str:
     return f"{metric}, mean and 95 % interval, n = {n}"
 
 
-def _draw_scores(panel: Any, arms: Sequence[tuple[str, str, Sequence[float]]]) -> None:
-    """One line for each arm: its runs as small marks, their mean with its interval."""
-    measured = [scores for _, _, scores in arms if scores]
-    for place, (_, colour, scores) in enumerate(arms):
-        if not scores:
-            left = min(map(min, measured)) if measured else 0.5
-            panel.annotate(NOT_MEASURED, (left, place), color="0.5", fontsize=9, va="center")
-            continue
-        mean = sum(scores) / len(scores)
-        error = contrast([scores], [1.0]).interval() if len(scores) > 1 else None
-        panel.plot(scores, [place] * len(scores), "|", color=colour, alpha=0.6, markersize=9)
-        panel.errorbar(mean, place, xerr=error, color=colour, marker="o", capsize=3)
-        panel.annotate(f"{mean:.1f}", (mean, place), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8)
+def _style(body: int, colour: str) -> dict[str, Any]:
+    return {"color": colour, "marker": MARKERS[body], "markerfacecolor": "white" if body else colour, "markersize": 6}
+
+
+def _mark(panel: Any, body: int, label: str) -> Any:
+    """What the legend shows for a body."""
+    return panel.plot([], [], linestyle="", label=label, **_style(body, "0.3"))[0]
+
+
+def _draw_scores(panel: Any, arms: Sequence[tuple[str, str, Sequence[Sequence[float]]]]) -> None:
+    """One row for each arm: its runs in each body as small marks, their mean with its interval."""
+    measured = [scores for _, _, bodies in arms for scores in bodies if scores]
+    for row, (_, colour, bodies) in enumerate(arms):
+        for body, scores in enumerate(bodies):
+            place = row + 0.17 * (len(bodies) - 1) - 0.34 * body
+            if not scores:
+                left = min(map(min, measured)) if measured else 0.5
+                panel.annotate(NOT_MEASURED, (left, place), color="0.5", fontsize=9, va="center")
+                continue
+            mean = sum(scores) / len(scores)
+            error = contrast([scores], [1.0]).interval() if len(scores) > 1 else None
+            panel.plot(scores, [place] * len(scores), "|", color=colour, alpha=0.6, markersize=9)
+            panel.errorbar(mean, place, xerr=error, capsize=3, **_style(body, colour))
+            if len(bodies) == 1:
+                above = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
+                panel.annotate(f"{mean:.1f}", (mean, place), fontsize=8, **above)
     panel.set_yticks(range(len(arms)), [label for label, _, _ in arms])
     panel.set_ylim(-0.6, len(arms) - 0.3)
     if not measured:

@@ -110,6 +110,7 @@ class Study:
         sigma: standard deviation between seeds that is expected, in points of the metric; 0: unknown.
         sizes: image sides at which the arms' speed is measured, each with changes of the model's arguments.
         figure: name of the PNG file beside docs/claims.md that `tokamix study --figure` drew; "" for none.
+        bodies: prefixes of arms that differ in the body only, such as column and pyramid: one row of the figure.
         order: of the study in docs/claims.md.
     """
 
@@ -127,6 +128,7 @@ class Study:
     sigma: float = 0.0
     sizes: dict[int, Settings] = field(default_factory=dict)
     figure: str = ""
+    bodies: tuple[str, ...] = ()
     order: int = 99
 
 
@@ -166,7 +168,7 @@ def create_study(name: str, values: Any) -> Study:
         arm: _create_arm(name, arm, {**estimate, **(given or {})}, bases, values["data"]) for arm, given in arms.items()
     }
     claims = tuple(_create_claim(name, given, created) for given in values.pop("claims", ()))
-    values |= {key: tuple(values[key]) for key in ("looks",) if key in values}
+    values |= {key: tuple(values[key]) for key in ("looks", "bodies") if key in values}
     study = Study(name=name, arms=created, claims=claims, **values)
     _check_study(study)
     return study
@@ -185,6 +187,9 @@ def _check_study(study: Study) -> None:
         raise ValueError(f"{where}: sizes is {study.sizes!r}, but must map image sides to changes, such as 224: {{}}")
     if not study.looks or any(b <= a for a, b in pairwise((0, *study.looks))):
         raise ValueError(f"{where}: looks is {list(study.looks)}, but must be rising numbers of seeds, such as [3, 5]")
+    for body in study.bodies:
+        if not any(arm.startswith(f"{body}_") for arm in study.arms):
+            raise ValueError(f"{where}: bodies has {body!r}, but no arm is called {body}_*")
     if study.tune is not None:
         if set(study.tune) != {"lr", "set"} or not study.tune["lr"]:
             raise ValueError(f"{where}: tune is {study.tune!r}, but must have lr, a list of factors, and set")
