@@ -58,7 +58,7 @@ def torchrun(arguments: list[str]) -> None:
     main(["--run-path", "--start-method", "fork", *arguments])
 
 
-def finish(log: Path, function: Callable[..., Any], *args: Any, seconds: float = 300) -> tuple[int | None, str]:
+def finish(log: Path, function: Callable[..., Any], *args: Any, seconds: float = 200) -> tuple[int | None, str]:
     """Call a function in a process of its own until it ends; gives its exit code and its output."""
     with started(log, function, *args) as process:
         process.join(seconds)

@@ -4,13 +4,13 @@ import errno
 import os
 import resource
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.processes import finish
 from tests.train.tiny import assert_same_bits, run
 from tokamix import files
 from tokamix.files import WriteError, write_atomically, write_tensors, write_text
@@ -69,25 +69,12 @@ def test_a_failing_disk_keeps_the_last_good_state(tmp_path: Path, monkeypatch: p
         assert_same_bits(tmp_path / "whole", folder)
 
 
-def error_in_child(function: Callable[[], object]) -> str:
-    """Type and message of the OSError that `function` raises in a forked process."""
-    end, start = os.pipe()
-    child = os.fork()
-    if child == 0:
-        message = "no error"
-        try:
-            function()
-        except OSError as error:
-            message = f"{type(error).__name__} {error}"
-        finally:
-            os.write(start, message.encode())
-            os._exit(0)
-    os.close(start)
-    os.waitpid(child, 0)
-    with os.fdopen(end, "rb") as pipe:
-        return pipe.read().decode()
+def train_with_a_limit(folder: Path, size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    run(folder, epochs=4, save_every=5, resume=False)
 
 
+@pytest.mark.xdist_group("processes")
 @pytest.mark.usefixtures("no_drawings")
 def test_a_full_disk(tmp_path: Path) -> None:
     """A real failed write: a limit on the file size acts as a full disk."""
@@ -95,29 +82,27 @@ def test_a_full_disk(tmp_path: Path) -> None:
     run(folder, epochs=2, save_every=5)
     size = (folder / "state" / "state.safetensors").stat().st_size
     before = (folder / "last.safetensors").read_bytes()
-
-    def run_on_a_full_disk() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
-        run(folder, epochs=4, save_every=5, resume=False)
-
-    message = error_in_child(run_on_a_full_disk)
-    assert message.startswith("WriteError cannot write")
-    assert "File too large" in message
+    code, output = finish(tmp_path / "log", train_with_a_limit, folder, size // 2)
+    assert code == 1
+    assert "WriteError: cannot write" in output
+    assert "File too large" in output
     assert not list(folder.rglob("*.part"))
     assert len((folder / "last.safetensors").read_bytes()) == len(before)
 
 
-def test_a_read_only_folder() -> None:
-    """In a child process of another user if this one is root, because root may write everywhere."""
+def train_without_rights(folder: Path) -> None:
+    if os.getuid() == 0:
+        os.setuid(65534)
+    run(folder)
+
+
+@pytest.mark.xdist_group("processes")
+def test_a_read_only_folder(tmp_path: Path) -> None:
+    """In a process of another user if this one is root, because root may write everywhere."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o555)
-
-        def run_without_rights() -> None:
-            if os.getuid() == 0:
-                os.setuid(65534)
-            run(Path(folder) / "run")
-
-        message = error_in_child(run_without_rights)
+        code, output = finish(tmp_path / "log", train_without_rights, Path(folder) / "run")
         assert not os.listdir(folder)
-    assert message.startswith("WriteError cannot write")
-    assert "Permission denied" in message
+    assert code == 1
+    assert "WriteError: cannot write" in output
+    assert "Permission denied" in output

@@ -174,8 +174,8 @@ def test_imports_in_any_order() -> None:
 def test_a_spawned_process_unpickles_models_and_public_functions() -> None:
     model = tokamix.create_body("columnar_tiny", "sima", num_classes=3, depth=1, dim=8, num_heads=1)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert len(pool.apply(tokamix.list_models, ("stvit",))) == 3
-        assert type(pool.apply(copy.copy, (model,))) is type(model)
+        assert len(pool.apply_async(tokamix.list_models, ("stvit",)).get(120)) == 3
+        assert type(pool.apply_async(copy.copy, (model,)).get(120)) is type(model)
     assert pickle.loads(pickle.dumps(tokamix.train)) is tokamix.train
 
 

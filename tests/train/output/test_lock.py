@@ -1,13 +1,13 @@
 """Two jobs never write into the same folder."""
 
 import json
-import multiprocessing
 import os
 import threading
 from pathlib import Path
 
 import pytest
 
+from tests.processes import finish
 from tests.train.tiny import run
 from tokamix.files import write_text
 from tokamix.train.loop.engine import Engine
@@ -39,11 +39,10 @@ def exit_with_lock(folder: Path) -> None:
         os._exit(0)
 
 
+@pytest.mark.xdist_group("processes")
 def test_locks_of_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a dead process is taken over, on another host only by the next attempt of the same job."""
-    owner = multiprocessing.get_context("fork").Process(target=exit_with_lock, args=(tmp_path,))
-    owner.start()
-    owner.join(30)
+    finish(tmp_path / "log", exit_with_lock, tmp_path)
     lock = tmp_path / LOCK
     dead = json.loads(lock.read_text())
     with lock_folder(tmp_path):
