@@ -36,6 +36,7 @@ def test_the_best_rate_is_used_on_the_test_set() -> None:
     assert [(job.arm, job.seed) for job in jobs] == [(a, 10 + i) for i in range(3) for a in ("softmax", "sima")]
     assert {(job.settings["lr"], job.holdout, job.phase) for job in jobs} == {(0.02, 0, "final")}
     assert [job.arm for job in list_jobs(study, tuned(study), only="si*")] == ["sima"] * 3
+    assert {job.arm for job in list_jobs(study, tuned(study), only="si*, softmax")} == {"sima", "softmax"}
 
 
 def test_a_rate_that_diverges_is_not_chosen() -> None:

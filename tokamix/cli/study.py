@@ -26,7 +26,7 @@ def study(
     deadline: Annotated[
         float | None, typer.Option(min=1, help="Stop after this many seconds; running trainings save their state.")
     ] = None,
-    only: Annotated[str, typer.Option(help="Arms that match this pattern, such as 'column_*'.")] = "*",
+    only: Annotated[str, typer.Option(help="Arms that match one of these patterns, such as 'column_*,time_*'.")] = "*",
     plan: Annotated[
         bool, typer.Option("--plan", help="List the runs that are left, and their cost; train none.")
     ] = False,

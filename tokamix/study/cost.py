@@ -1,6 +1,5 @@
 """Expected GPU minutes of a study, from measured runs of the same network or the throughput that its file assumes."""
 
-import fnmatch
 import json
 import statistics
 from collections.abc import Sequence
@@ -43,8 +42,8 @@ def _cost(
     done = {key_of(row) for row in rows}
     measured = measured_seconds(rows)
     runs, starts, gpu = 0, 0, 0.0
-    for arm in study.arms.values():
-        if not fnmatch.fnmatch(arm.name, only) or equals_its_twin(study, arm, speeds):
+    for arm in study.select(only):
+        if equals_its_twin(study, arm, speeds):
             continue
         minutes, images = arm.minutes, train_images(arm)
         if images and (seconds := measured.get(network_key(arm.settings))):

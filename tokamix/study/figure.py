@@ -110,7 +110,12 @@ def _describe(metric: str, scores: Any) -> str:
 
 
 def _style(body: int, colour: str) -> dict[str, Any]:
-    return {"color": colour, "marker": MARKERS[body], "markerfacecolor": "white" if body else colour, "markersize": 6}
+    return {
+        "color": colour,
+        "marker": MARKERS[body % len(MARKERS)],
+        "markerfacecolor": "white" if body else colour,
+        "markersize": 6,
+    }
 
 
 def _mark(panel: Any, body: int, label: str) -> Any:

@@ -1,6 +1,5 @@
 """What a study still has to run, and what its claims come to, given the finished rows."""
 
-import fnmatch
 import hashlib
 import json
 from collections.abc import Sequence
@@ -63,7 +62,7 @@ def list_jobs(study: Study, rows: Sequence[Row], speeds: Sequence[Row] = (), onl
     Runs whose settings follow from others (a tuned learning rate, an equal time) appear when those are finished.
     """
     done = {key_of(row) for row in rows}
-    arms = [arm for arm in study.arms.values() if fnmatch.fnmatch(arm.name, only)]
+    arms = study.select(only)
     jobs = [job for arm in arms for job in tuning_jobs(study, arm)]
     wanted = wanted_seeds(study, rows, speeds)
     for i in range(study.looks[-1]):

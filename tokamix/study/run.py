@@ -1,7 +1,6 @@
 """`run_study`: train what a study still lacks, several runs at a time; every finished run is a row at once."""
 
 import contextlib
-import fnmatch
 import json
 import os
 import signal
@@ -53,7 +52,7 @@ def run_study(
         mps: use NVIDIA's multi-process service for several runs on a GPU.
         device: "cuda" or "cpu"; default: a GPU if there is one.
         deadline: seconds after which running trainings are stopped, with their state saved.
-        only: a pattern of arms, such as "column_*".
+        only: patterns of arms, such as "column_*,time_*".
         reuse: runs of an arm follow each other in one process, which starts and compiles once.
         say: called with a line of text for each event.
     """
@@ -111,8 +110,8 @@ class _Pack:
             raise ValueError(f"study {names} has no data {unknown[0]!r}; it has {', '.join(known)}: --data NAME=SOURCE")
         self.sources: dict[str, str] = {}
         for name in dict.fromkeys(job.study for job in self._waiting()):
-            for arm in self.studies[name].arms.values():
-                if fnmatch.fnmatch(arm.name, self.only) and arm.data not in self.sources:
+            for arm in self.studies[name].select(self.only):
+                if arm.data not in self.sources:
                     source = normalize_source(sources.get(arm.data, known[arm.data]))
                     task = arm.settings.get("task", "classify")
                     self.sources[arm.data] = decode_once(source, task, self.runs / "data")

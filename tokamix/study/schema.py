@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
+from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ class Study:
         sigma: standard deviation between seeds that is expected, in points of the metric; 0: unknown.
         sizes: image sides at which the arms' speed is measured, each with changes of the model's arguments.
         figure: name of the PNG file beside docs/claims.md that `tokamix study --figure` drew; "" for none.
-        bodies: prefixes of arms that differ in the body only, such as column and pyramid: one row of the figure.
+        bodies: prefixes of arm names, such as column and pyramid; the figure has one row for each mixer.
         order: of the study in docs/claims.md.
     """
 
@@ -130,6 +131,10 @@ class Study:
     figure: str = ""
     bodies: tuple[str, ...] = ()
     order: int = 99
+
+    def select(self, only: str) -> list[Arm]:
+        """The arms that match a pattern such as "column_*", or one of several with commas between them."""
+        return [arm for arm in self.arms.values() if any(fnmatch(arm.name, part.strip()) for part in only.split(","))]
 
 
 def list_studies() -> list[str]:

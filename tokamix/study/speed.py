@@ -1,6 +1,5 @@
 """Speed and memory of a study's arms: all compile at the same time, then each is timed alone on the device."""
 
-import fnmatch
 import json
 import sys
 import time
@@ -50,7 +49,7 @@ def measure_speeds(
         runs: folder for logs and compiled code; default: runs/studies.
         device: "cuda" or "cpu"; default: a GPU if there is one.
         deadline: seconds after which nothing more is measured.
-        only: a pattern of arms, such as "column_*".
+        only: patterns of arms, such as "column_*,time_*".
         say: called with a line of text for each event.
     """
     end = time.monotonic() + deadline if deadline else None
@@ -60,7 +59,7 @@ def measure_speeds(
     path, runs = Path(output) / f"{study.name}_speed.csv", Path(runs or RUNS)
     (runs / "results").mkdir(parents=True, exist_ok=True)
     done = {(row["arm"], row["mode"], int(row["size"])) for row in read_rows(path)}
-    arms = [arm for arm in study.arms.values() if fnmatch.fnmatch(arm.name, only) and not arm.equal_time]
+    arms = [arm for arm in study.select(only) if not arm.equal_time]
     timers = [_Timer(arm, study.sizes, done, runs, device) for arm in arms]
     timers = [timer for timer in timers if timer.left]
     try:
