@@ -116,8 +116,8 @@ def final_job(study: Study, arm: Arm, seed: int, rows: Sequence[Row], speeds: Se
             return None
         warmup = settings.get("warmup_epochs", 0) * epochs / settings["epochs"]
         settings = {**settings, "epochs": epochs, "warmup_epochs": round(warmup, 4)}
-    if "epochs" in settings and not settings.get("iterations"):  # ten evaluations, for the learning curve
-        settings = {**settings, "eval_every": max(1, settings["epochs"] // 10)}
+    if "epochs" in settings and not settings.get("iterations"):  # ten evaluations at most, for the learning curve
+        settings = {**settings, "eval_every": max(1, settings["epochs"] // 10, settings.get("eval_every") or 1)}
     return _create_job(study, arm, seed, "final", settings, factor if own.tuned else None, arm.minutes)
 
 
