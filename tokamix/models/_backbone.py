@@ -19,7 +19,7 @@ from timm.models import checkpoint
 from torch import Tensor, nn
 
 from tokamix._construction import record_creation
-from tokamix.layers import channels_first, map_to_tokens, tokens_to_map
+from tokamix.layers import casts_weights, channels_first, map_to_tokens, tokens_to_map
 
 Indices = int | list[int] | tuple[int, ...] | None
 
@@ -198,6 +198,7 @@ class Backbone(nn.Module):
         x = self.head_drop(self.pool(x)) if self.global_pool else x
         return x if pre_logits else self.head(x)
 
+    @casts_weights
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) -> logits (B, num_classes)."""
         return self.forward_head(self.forward_features(x))
@@ -309,6 +310,7 @@ class Pyramid(Backbone):
         """Average over the map."""
         return x.mean((1, 2))
 
+    @casts_weights
     def forward_intermediates(
         self,
         x: Tensor,
@@ -411,6 +413,7 @@ class Column(Backbone):
             return checkpoint(block, *args)
         return block(*args)
 
+    @casts_weights
     def forward_intermediates(
         self,
         x: Tensor,

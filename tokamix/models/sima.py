@@ -30,6 +30,7 @@ from tokamix.layers import (
     Mlp,
     RecomputedLayerNorm,
     add_scaled,
+    casts_weights,
     channels_first,
     channels_last,
     map_to_tokens,
@@ -325,6 +326,7 @@ class XCiTSimA(Column):
             x = self._run(block, x, grid)
         return self.finish(x, grid, class_only)
 
+    @casts_weights
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) -> logits (B, num_classes)."""
         return self.forward_head(self.forward_features(x, class_only=self.global_pool == "token"))

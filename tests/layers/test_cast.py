@@ -1,0 +1,164 @@
+"""One cast of all weights under autocast: the same numbers with fewer operators."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from timm import create_model
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+from torch.profiler import ProfilerActivity, profile
+
+import tokamix.models  # noqa: F401  registers our models with timm
+from tokamix.layers import cast
+from tokamix.ops import dispatch
+
+MODELS = {
+    "pyramid_nano_active_token": {},
+    "pyramid_nano_super_token": {},
+    "columnar_tiny_sima": {"dim": 32, "depth": 2, "num_heads": 2},
+    "columnar_tiny_weight_mixing": {"dim": 32, "depth": 2, "num_heads": 2},
+    "xcit_tiny_12_p16_sima": {},
+}
+
+
+@contextmanager
+def cast_by_autocast() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cast, "ENABLED", False)
+        yield
+
+
+def create(name: str = "pyramid_nano_active_token", **kwargs: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return create_model(name, num_classes=16, **MODELS[name], **kwargs)
+
+
+def step(model: nn.Module, run: Callable[[Tensor], Any] | None = None) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Logits and gradients of a training step with bfloat16."""
+    torch.manual_seed(1)
+    model.zero_grad(set_to_none=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = (run or model)(torch.randn(2, 3, 32, 32))
+    out.float().square().sum().backward()
+    return out.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_same(model: nn.Module, run: Callable[[Tensor], Any] | None = None) -> None:
+    out, grads = step(model, run)
+    with cast_by_autocast():
+        expected, expected_grads = step(model, run)
+    assert torch.equal(out, expected)
+    for name, grad in grads.items():
+        other = expected_grads[name]
+        assert (grad is None) == (other is None), name
+        assert grad is None or (grad.dtype is other.dtype and torch.equal(grad, other)), name
+
+
+def casts(model: nn.Module) -> int:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step(model)
+    return sum(event.name == "aten::_to_copy" for event in profiler.events())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_same_logits_and_gradients(name: str) -> None:
+    assert_same(create(name))
+
+
+def test_each_weight_is_cast_with_all_others() -> None:
+    model = create()
+    plain = [layer for layer in model.modules() if type(layer) is nn.Linear]
+    weights = sum(w.numel() % 8 == 0 for layer in plain for w in layer.parameters())
+    with cast_by_autocast():
+        before = casts(model)
+    assert weights > 50
+    assert before - casts(model) >= 2 * weights  # of the weight and of its gradient
+
+
+def test_the_layers_have_their_own_weights_afterwards() -> None:
+    model = create()
+    layer, seen = model.stages[0].blocks[0], []
+    hook = layer.register_forward_pre_hook(lambda module, args: seen.append(model.head.weight.dtype))
+    step(model)
+    hook.remove()
+    assert seen == [torch.bfloat16]
+    assert model.head.weight.dtype is torch.float32
+    assert model.head.weight is dict(model.named_parameters())["head.weight"]
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("stop")
+
+    layer.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="stop"):
+        step(model)
+    assert model.head.weight.dtype is torch.float32
+
+
+def test_frozen_weights_get_no_gradients() -> None:
+    model = create()
+    model.stages.requires_grad_(False)
+    assert_same(model)
+    assert all(p.grad is None for p in model.stages.parameters())
+
+
+def test_checkpointed_blocks() -> None:
+    model = create()
+    model.set_grad_checkpointing()
+    assert_same(model.train())
+
+
+def test_features() -> None:
+    model = create()
+    assert_same(model, lambda x: model.forward_intermediates(x, [0], stop_early=True, intermediates_only=True)[0])
+
+
+def test_without_gradients() -> None:
+    model, images = create().eval(), torch.randn(2, 3, 32, 32)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        out = model(images)
+        with cast_by_autocast():
+            assert torch.equal(out, model(images))
+
+
+def test_layers_that_change_their_weights_are_left_alone() -> None:
+    model = create()
+    parametrizations.weight_norm(model.head)
+    block = model.stages[0].blocks[0]
+    nn.utils.spectral_norm(block.mlp.fc1)
+    prune.random_unstructured(block.mlp.fc2, "weight", 0.5)
+    assert_same(model.eval())
+
+
+def test_tied_weights() -> None:
+    model = create()
+    first, second = model.stages[0].blocks[:2]
+    second.mlp.fc1.weight = first.mlp.fc1.weight
+    assert_same(model)
+
+
+def test_gradients_of_gradients() -> None:
+    model, images = create("columnar_tiny_sima"), torch.randn(1, 3, 32, 32)
+
+    def penalty() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(images).float().square().sum()
+        (grad,) = torch.autograd.grad(loss, model.head.weight, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), model.head.bias)[0]
+
+    with dispatch.use_backend("eager"):
+        found = penalty()
+        with cast_by_autocast():
+            torch.testing.assert_close(found, penalty(), rtol=2e-2, atol=1e-3)
+
+
+def test_not_without_autocast() -> None:
+    model = create()
+    dtypes: list[torch.dtype] = []
+    model.stages[0].register_forward_pre_hook(lambda module, args: dtypes.append(model.head.weight.dtype))
+    model(torch.randn(1, 3, 32, 32))
+    with dispatch.use_light(False), torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(1, 3, 32, 32))
+    assert dtypes == [torch.float32, torch.float32]

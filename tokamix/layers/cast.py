@@ -1,0 +1,123 @@
+"""Under autocast, one cast of all weights for a forward pass, where autocast casts each weight by itself."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from tokamix.layers.bare import is_hooked
+from tokamix.layers.conv import DepthwiseConv
+from tokamix.ops import dispatch
+from tokamix.ops.precision import autocast_enabled
+
+NAMES = ("weight", "bias")
+ENABLED = os.environ.get("TOKAMIX_CAST_WEIGHTS", "1") != "0"
+
+
+def casts_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a model's forward pass: linear layers and convolutions find weights that are already cast.
+
+    A plain eager step of a network with hundreds of layers waits for the host, and up to a third of what it launches
+    are casts of weights and of their gradients.
+    """
+
+    @wraps(forward)
+    def cast_first(model: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _wanted(x):
+            return forward(model, x, *args, **kwargs)
+        with cast_weights(model, x.device):
+            return forward(model, x, *args, **kwargs)
+
+    return cast_first
+
+
+@contextmanager
+def cast_weights(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Let the layers of a model read weights in autocast's dtype inside the `with` block.
+
+    The casts lie in the layers' `__dict__`, where Python looks first; `parameters()` and `state_dict()` do not see
+    them.
+    """
+    found = [
+        (layer, name, weight)
+        for layer in model.modules()
+        if _is_plain(layer)
+        for name in NAMES
+        if _is_castable(weight := layer._parameters.get(name), device) and name not in vars(layer)
+    ]
+    if not found:
+        yield
+        return
+    weights = list(dict.fromkeys(weight for _, _, weight in found))  # shared ones once
+    casts = dict(zip(weights, _Cast.apply(torch.get_autocast_dtype(device.type), *weights), strict=True))
+    for layer, name, weight in found:
+        vars(layer)[name] = casts[weight]
+    try:
+        yield
+    finally:
+        for layer, name, _ in found:
+            vars(layer).pop(name, None)
+
+
+class _Cast(torch.autograd.Function):
+    """Cast tensors into parts of one; their gradients likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return _cast(list(weights), dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # gradients of gradients
+            return None, *(None if grad is None else grad.float() for grad in grads)
+        # parts of one tensor only where this saves launches: of the others, each is cast by itself
+        plain = [grad for grad in grads if grad is not None and grad.is_contiguous()]
+        parts = iter(_cast(plain, torch.float32))
+        return None, *(
+            None if grad is None else next(parts) if grad.is_contiguous() else grad.float() for grad in grads
+        )
+
+
+def _cast(tensors: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    if not tensors:
+        return ()
+    flat = tensors[0].new_empty(sum(t.numel() for t in tensors), dtype=dtype)
+    parts = torch._C._nn.unflatten_dense_tensors(flat, tensors)
+    torch._foreach_copy_(parts, tensors)
+    return tuple(parts)
+
+
+def _wanted(x: Any) -> bool:
+    if not ENABLED or type(x) is not Tensor or not dispatch.is_light() or dispatch.is_watched():
+        return False
+    if not autocast_enabled(x):
+        return False
+    # of several processes, each sends its gradients while others are computed
+    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a layer is one that autocast casts the weights of, and does nothing else with them."""
+    if not isinstance(layer, nn.Linear | _ConvNd) or isinstance(layer, DepthwiseConv):  # which takes float32
+        return False
+    return type(layer).__module__.startswith(("torch.nn.modules.", "tokamix.layers.")) and not is_hooked(layer)
+
+
+def _is_castable(weight: Any, device: torch.device) -> bool:
+    """Whether a weight is a plain float32 parameter whose parts of a larger tensor stay aligned to 16 bytes."""
+    return (
+        type(weight) is nn.Parameter
+        and weight.dtype is torch.float32
+        and weight.device == device
+        and weight.numel() % 8 == 0
+        and weight.numel() > 0
+        and weight.is_contiguous()
+        and (weight.requires_grad or not torch.is_grad_enabled())
+    )
