@@ -48,7 +48,13 @@ def train(
             " hf-hub:user/name."
         ),
     ] = None,
-    pretrained: Annotated[bool, typer.Option("--pretrained", help="Start from timm's pretrained weights.")] = False,
+    pretrained: Annotated[
+        bool | None,
+        typer.Option(
+            help="Start from the model's pretrained weights. Default: not, but with few images and no --model, --recipe"
+            " or --checkpoint."
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
     workers: Annotated[
         int | None,

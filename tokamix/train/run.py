@@ -81,7 +81,7 @@ def train(
     | None = None,
     overrides: Sequence[str] | Mapping[str, Any] = (),
     checkpoint: str | Path | None = None,
-    pretrained: bool = False,
+    pretrained: bool | None = None,
     resume: bool | str | Path = True,
     device: str | None = None,
     workers: int = 0,
@@ -109,7 +109,8 @@ def train(
         overrides: values that replace the recipe's, such as "lr=1e-3".
         checkpoint: weights to start from: a file, a run's folder, or `hf-hub:user/name`. Their classes, channels and
             image size may differ.
-        pretrained: start from timm's pretrained weights.
+        pretrained: start from the model's pretrained weights (True) or not (False); default: not, unless neither model,
+            recipe nor checkpoint is given and the images are few.
         resume: True resumes an unfinished run in the folder, False starts over; or the folder of the run to resume,
             whose recipe is the default then.
         device: "cuda" or "cpu"; default: a GPU if there is one.
@@ -133,8 +134,11 @@ def train(
         name, given = model if isinstance(model, str) else None, load_overrides(overrides)
         seed = given.get("seed", 0)
         data = create_dataset(data, seed=seed if isinstance(seed, int) else 0) if isinstance(data, str) else data
-        chosen = choose_recipe(data, name, checkpoint, pretrained, given)
+        own = isinstance(model, nn.Module)  # with the weights that it has
+        chosen = choose_recipe(data, name, checkpoint, False if own else pretrained, given)
         recipe, overrides = chosen.recipe, {**chosen.settings, **given}
+        if chosen.model is not None:
+            model, pretrained = chosen.model, True
     recipe = _resolve_recipe(model, recipe, task if isinstance(task, str) else None, overrides)
     has_weights = checkpoint or pretrained or isinstance(model, nn.Module) or not isinstance(resume, bool)
     own_weights = callable(task) or recipe.task == "vqa"  # the task loads them itself
@@ -147,7 +151,7 @@ def train(
     accelerator = create_accelerator(recipe, device, precision=load_overrides(overrides).get("precision"))
     main = accelerator.is_main_process
     job = task(recipe, data) if callable(task) else create_task(recipe, data)
-    network = _create_model(job, model, checkpoint, pretrained)
+    network = _create_model(job, model, checkpoint, bool(pretrained))
     config = job.config() | {"precision": accelerator.mixed_precision.replace("no", "fp32")}
     settings = {**recipe.to_dict(), "model": job.title(), "data": job.splits.name}
     if isinstance(model, nn.Module):
@@ -201,7 +205,11 @@ def train(
         why = None
         if chosen is not None:
             values = ", ".join(f"{key} {getattr(recipe, key)}" for key in ("image_size", "batch_size", "epochs"))
-            why = f"recipe {chosen.recipe} ({values}), because there are {chosen.reason}; --recipe chooses another"
+            start = f" from the weights {chosen.model}" if chosen.model else ""
+            why = (
+                f"recipe {chosen.recipe} ({values}){start}, because there are {chosen.reason}; --recipe chooses another"
+            )
+            why += ", --no-pretrained starts from scratch" if chosen.model else ""
         for line in filter(None, (why, batch_norm, unused, cpu)):
             display.say(line)
         engine.fit(

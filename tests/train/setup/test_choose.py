@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from timm import create_model
 
 from tests.train.tiny import tiny_data
 from tokamix.data import ArrayDataset, DatasetSplits
+from tokamix.models.shipped import shipped_weights
 from tokamix.recipes import load_recipe
 from tokamix.train import train
 from tokamix.train.setup.choose import choose_recipe
@@ -32,9 +34,34 @@ def images(count: int, side: int) -> DatasetSplits:
 def test_by_the_data(count: int, side: int, recipe: str, values) -> None:
     choice = choose_recipe(images(count, side), None, None, False, {})
     assert choice.recipe == recipe
+    assert choice.model is None
     chosen = load_recipe(choice.recipe, choice.settings)
     assert {key: getattr(chosen, key) for key in values} == values
     assert f"{count:,} images of about {side} px" in choice.reason
+
+
+@pytest.mark.parametrize(("count", "batch"), [(30, 4), (500, 32), (2_000, 64)])
+def test_few_images_start_from_weights_that_come_with_the_package(count: int, batch: int) -> None:
+    choice = choose_recipe(images(count, 300), None, None, None, {})
+    assert choice.model in shipped_weights()
+    chosen = load_recipe(choice.recipe, choice.settings)
+    assert chosen.finetune
+    assert chosen.batch_size == batch
+    assert f"{count:,} images of about 300 px" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("count", "model", "given"),
+    [
+        (2_001, None, {}),
+        (500, "resnet18", {}),
+        (500, None, {"model": "resnet18"}),
+        (500, None, {"model_kwargs.dim": 8}),
+    ],
+)
+def test_networks_that_start_from_scratch(count: int, model: str | None, given) -> None:
+    choice = choose_recipe(images(count, 300), model, None, None, given)
+    assert (choice.recipe, choice.model) == ("small", None)
 
 
 def test_by_the_weights(classifier_run: Path) -> None:
@@ -54,6 +81,27 @@ def test_what_the_user_sets_wins() -> None:
     assert choice.settings == {"model_kwargs": {"patch_size": 2}, "batch_size": 32}
     other = choose_recipe(images(600, 32), "resnet18", None, False, {"model_kwargs.x": 1})
     assert "model_kwargs" not in other.settings
+
+
+def test_a_network_of_ones_own_keeps_its_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    network = create_model("columnar_tiny_softmax", patch_size=8, dim=16, depth=1, num_heads=1, num_classes=4)
+    given = {"epochs": 1, "lr": 1e-12, "image_size": 8}
+    result = train(network, tiny_data(), None, tmp_path / "run", overrides=given, device="cpu", quiet=True)
+    assert sum(weight.numel() for weight in result.load().parameters()) == sum(w.numel() for w in network.parameters())
+
+
+def test_a_run_from_shipped_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says which, and how to train without them."""
+    result = train(None, tiny_data(), None, tmp_path / "run", overrides={"epochs": 1, "image_size": 8}, device="cpu")
+    line = " ".join(capsys.readouterr().out.split())
+    assert "from the weights pyramid_nano_softmax.cifar100, because there are 80 images of about 8 px" in line
+    assert "--no-pretrained starts from scratch" in line
+    weights = (
+        create_model("pyramid_nano_softmax.cifar100", pretrained=True, img_size=8).stages[2].blocks[0].mlp.fc1.weight
+    )
+    trained = result.load().stages[2].blocks[0].mlp.fc1.weight
+    assert torch.linalg.norm(trained - weights) < 0.2 * torch.linalg.norm(weights)
 
 
 def test_the_choice_is_printed_and_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,7 @@
-"""The recipe of a run that names none: by the number and size of the images, and by the weights it starts from."""
+"""The recipe of a run that names none: by the number and size of the images, and by the weights it starts from.
+
+With few images it names weights to start from, too.
+"""
 
 import contextlib
 import math
@@ -19,18 +22,28 @@ SMALL_SIDE = 48  # px, up to which images are used as they are, in patches of 2 
 MANY_IMAGES = 20_000
 PHOTO_SIDE = 128  # px, to which larger photos are resized for training from scratch
 STEPS = 4500  # that `imagenette_nano` takes to 90 % on 9,469 photos
+FEW_IMAGES = 2_000  # up to which a run that names no model starts from weights
+WEIGHTS = "pyramid_nano_softmax.cifar100"  # these, which come with the package; see docs/guides/data-size.md
 
 
 class Choice(NamedTuple):
-    """A recipe's name, the values of it that depend on the data, and the reason in words."""
+    """A recipe's name, the values of it that depend on the data, and the reason in words.
+
+    `model` is the name of a model whose weights the run starts from although none were asked for; None for none.
+    """
 
     recipe: str
     settings: dict[str, Any]
     reason: str
+    model: str | None = None
 
 
 def choose_recipe(
-    data: DatasetSplits, model: str | None, checkpoint: str | Path | None, pretrained: bool, given: Mapping[str, Any]
+    data: DatasetSplits,
+    model: str | None,
+    checkpoint: str | Path | None,
+    pretrained: bool | None,
+    given: Mapping[str, Any],
 ) -> Choice:
     """Choose the recipe of a classifier.
 
@@ -38,7 +51,7 @@ def choose_recipe(
         data: the opened data set.
         model: the model's name, if there is one.
         checkpoint: weights to start from.
-        pretrained: start from timm's weights.
+        pretrained: whether to start from the model's weights; None: choose that as well.
         given: the user's overrides, which win over the choice.
     """
     count, side = _count(data.train), _median_side(data.train)
@@ -46,13 +59,21 @@ def choose_recipe(
         f"{'a stream' if count is None else f'{count:,} images'} of about {side} px" if side else "a stream of images"
     )
     settings: dict[str, Any] = {}
-    if checkpoint is not None or pretrained:
-        size = _weights_size(model, checkpoint)
+    own_network = model is not None or any(key.partition(".")[0] in ("model", "model_kwargs") for key in given)
+    few = pretrained is None and not own_network and count is not None and count <= FEW_IMAGES
+    if checkpoint is not None or pretrained or few:
+        shipped = few and checkpoint is None
+        size = min(SMALL_SIDE, _fit(side)) if shipped else _weights_size(model, checkpoint)
         settings["image_size"] = size
         if count is not None and count < 512:  # eight steps an epoch or more
             settings["batch_size"] = max(4, 2 ** int(math.log2(count / 8)))
-        return _without(Choice("finetune", settings, f"weights to start from, made for {size} px, and {seen}"), given)
-    size = PHOTO_SIDE if side is None else min(PHOTO_SIDE, max(32, 8 * round(side / 8)))
+        why = (
+            f"{seen}, too few to learn from alone"
+            if shipped
+            else f"weights to start from, made for {size} px, and {seen}"
+        )
+        return _without(Choice("finetune", settings, why, WEIGHTS if shipped else None), given)
+    size = _fit(side)
     if size <= SMALL_SIDE and model is None and count is not None and count >= MANY_IMAGES:
         return _without(
             Choice("cifar100_pyramid", {"image_size": size}, f"{seen}, without weights to start from"), given
@@ -82,6 +103,11 @@ def _without(choice: Choice, given: Mapping[str, Any]) -> Choice:
 
 def _count(train: Any) -> int | None:
     return len(train) if isinstance(train, ImageDataset) else None
+
+
+def _fit(side: int | None) -> int:
+    """The image size for images of this side."""
+    return PHOTO_SIDE if side is None else min(PHOTO_SIDE, max(32, 8 * round(side / 8)))
 
 
 def _median_side(train: Any) -> int | None:
