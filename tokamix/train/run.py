@@ -175,6 +175,7 @@ def train(
             images=(loaders[0].dataset_size, loaders[1].dataset_size),
             metrics=job.metric_names,
             paper=getattr(body, "pretrained_cfg", None) or {},
+            start=_name_of_weights(checkpoint, str(model or recipe.model) if pretrained else None),
         )
         job.prepare(network, accelerator)
         batch_norm = synchronise_batch_norm(network, recipe)
@@ -233,6 +234,13 @@ def _resumed_run(run: Path, output: str | Path | None, recipe: str | Recipe | No
     if output is not None and Path(output) != run:
         raise ValueError(f"--output {output} and --resume {run} name two folders; leave --output out")
     return run, recipe or str(run / "recipe.yaml")
+
+
+def _name_of_weights(checkpoint: str | Path | None, pretrained: str | None) -> str | None:
+    """The name of the weights that training starts from, without folders of the machine; None for none."""
+    if checkpoint is None:
+        return pretrained
+    return str(checkpoint) if str(checkpoint).startswith("hf-hub:") else Path(checkpoint).name
 
 
 def _check_counts(**values: int | None) -> None:

@@ -97,6 +97,7 @@ def test_a_run_from_shipped_weights(tmp_path: Path, capsys: pytest.CaptureFixtur
     line = " ".join(capsys.readouterr().out.split())
     assert "from the weights pyramid_nano_softmax.cifar100, because there are 80 images of about 8 px" in line
     assert "--no-pretrained starts from scratch" in line
+    assert "from the weights `pyramid_nano_softmax.cifar100`" in (result.folder / "README.md").read_text()
     weights = (
         create_model("pyramid_nano_softmax.cifar100", pretrained=True, img_size=8).stages[2].blocks[0].mlp.fc1.weight
     )

@@ -49,6 +49,7 @@ class Facts(NamedTuple):
         images: of the training and the validation split.
         metrics: display names of the metrics in percent.
         paper: timm's `pretrained_cfg`, which names the paper of the model or backbone.
+        start: name of the weights that training started from; None if none were given.
     """
 
     model: str
@@ -57,6 +58,7 @@ class Facts(NamedTuple):
     images: tuple[int, int]
     metrics: Mapping[str, str]
     paper: Mapping[str, Any]
+    start: str | None = None
 
 
 def create_card(
@@ -97,7 +99,7 @@ def create_card(
 | parameters | {facts.parameters:,} |
 | classes | {_classes(config["label_names"])} |
 | images{size} | {facts.images[0]:,} for training, {facts.images[1]:,} for validation |
-| training | {training} |
+| training | {training}{f", from the weights `{facts.start}`" if facts.start else ""} |
 
 {_results(recipe, results)}
 ![loss and metrics over the epochs](curves.png)
