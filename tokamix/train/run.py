@@ -175,7 +175,9 @@ def train(
             images=(loaders[0].dataset_size, loaders[1].dataset_size),
             metrics=job.metric_names,
             paper=getattr(body, "pretrained_cfg", None) or {},
-            start=_name_of_weights(checkpoint, str(model or recipe.model) if pretrained else None),
+            start=_name_of_weights(
+                checkpoint, (model if isinstance(model, str) else recipe.model) if pretrained else None
+            ),
         )
         job.prepare(network, accelerator)
         batch_norm = synchronise_batch_norm(network, recipe)
