@@ -175,9 +175,7 @@ def train(
             images=(loaders[0].dataset_size, loaders[1].dataset_size),
             metrics=job.metric_names,
             paper=getattr(body, "pretrained_cfg", None) or {},
-            start=_name_of_weights(
-                checkpoint, (model if isinstance(model, str) else recipe.model) if pretrained else None
-            ),
+            start=_name_of_weights(model if isinstance(model, str) else recipe.model, checkpoint, pretrained),
         )
         job.prepare(network, accelerator)
         batch_norm = synchronise_batch_norm(network, recipe)
@@ -238,10 +236,10 @@ def _resumed_run(run: Path, output: str | Path | None, recipe: str | Recipe | No
     return run, recipe or str(run / "recipe.yaml")
 
 
-def _name_of_weights(checkpoint: str | Path | None, pretrained: str | None) -> str | None:
+def _name_of_weights(model: str | None, checkpoint: str | Path | None, pretrained: bool | None) -> str | None:
     """The name of the weights that training starts from, without folders of the machine; None for none."""
     if checkpoint is None:
-        return pretrained
+        return model if pretrained else None
     return str(checkpoint) if str(checkpoint).startswith("hf-hub:") else Path(checkpoint).name
 
 
