@@ -3,6 +3,8 @@
 No module here imports torch before a command runs, so that `--help` and typing errors answer at once.
 """
 
+import io
+import sys
 from typing import Annotated
 
 import typer
@@ -44,6 +46,9 @@ def main(
     ] = False,
 ) -> None:
     """Vision token mixers from five papers, inside timm."""
+    for stream in (sys.stdout, sys.stderr):  # names of files may hold what the terminal's encoding does not have
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 for name, command in (

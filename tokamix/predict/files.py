@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from tokamix.data.annotated.rle import encode_rle
-from tokamix.data.decode import EXTENSIONS, DataError
+from tokamix.data.decode import EXTENSIONS, DataError, list_images
 from tokamix.files import write_atomically, write_json
 from tokamix.inference import InferenceConfig
 from tokamix.predict.draw import GREY, INK, Objects, captioned_sheet, draw_class_map, draw_objects, draw_segmentation
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tokamix.predict.predictor import Prediction
 
 SHEET_IMAGES = 120  # images of a contact sheet
+NAME_ERRORS = "backslashreplace"  # bytes of a file's name that are not UTF-8; in JSON these are valid escapes
 
 
 def find_images(paths: Iterable[str | Path]) -> list[Path]:
@@ -35,11 +36,10 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
             inside = [Path(line.strip()) for line in sys.stdin if line.strip()]
             problem = "standard input has no paths of images"
         elif path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in EXTENSIONS)
-            problem = f"the folder {path} has no images ({', '.join(EXTENSIONS)})"
+            inside, problem = list_images(path), ""
         elif glob.has_magic(str(entry)) and not path.exists():
             matches = sorted(Path(match) for match in glob.glob(str(entry), recursive=True))
-            inside = [p for p in matches if p.suffix.lower() in EXTENSIONS]
+            inside = [p for p in matches if p.suffix.lower() in EXTENSIONS and not p.is_dir()]
             problem = f"no image matches {entry}"
         else:
             inside, problem = [path], ""
@@ -100,14 +100,14 @@ class _TableWriter(_Writer):
 
     def _write_csv(self, path: Path) -> None:
         width = max(len(names) for _, names, _ in self.rows)
-        with path.open("w", newline="", encoding="utf-8") as file:
+        with path.open("w", newline="", encoding="utf-8", errors=NAME_ERRORS) as file:
             writer = csv.writer(file)
             writer.writerow(["image", *(f"{key}{i + 1}" for i in range(width) for key in ("class", "score"))])
             for image, names, scores in self.rows:
                 writer.writerow([image, *(v for pair in zip(names, scores, strict=True) for v in pair)])
 
     def _write_jsonl(self, path: Path) -> None:
-        with path.open("w", encoding="utf-8") as file:
+        with path.open("w", encoding="utf-8", errors=NAME_ERRORS) as file:
             for image, names, scores in self.rows:
                 row = {"image": image, "classes": names, "scores": scores}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
