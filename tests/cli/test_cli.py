@@ -1,5 +1,6 @@
 """The command line, as a user calls it."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -65,6 +66,17 @@ def test_help_is_whole_sentences(name: str) -> None:
         text = getattr(parameter, "help", None) or ""
         assert re.fullmatch(r"([A-Z0-9]|cuda or cpu|key=value|[a-z]+_tiny|self, |y,x |knn, ).*\.", text), (name, text)
         assert "; default" not in text, (name, text)
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"export"}))  # export's long options need more
+def test_help_fits_into_80_columns(name: str) -> None:
+    """No option, value or sentence is cut off; the lines of a paragraph are filled."""
+    text = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).output
+    assert "…" not in text
+    description = text.partition("╭")[0].splitlines()
+    for line, following in itertools.pairwise(line.strip() for line in description):
+        if line and following and not line.startswith("Usage"):
+            assert len(line) + 1 + len(following.split()[0]) > 77, line
 
 
 @pytest.mark.parametrize("module", ["tokamix", "tokamix.cli"])

@@ -5,6 +5,7 @@ No module here imports torch before a command runs, so that `--help` and typing 
 
 import io
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -51,6 +52,11 @@ def main(
             stream.reconfigure(errors="backslashreplace")
 
 
+def _help(command: Callable[..., None]) -> str:
+    """The docstring without the line breaks inside its paragraphs, which terminals of other widths would show."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in (command.__doc__ or "").split("\n\n"))
+
+
 for name, command in (
     ("train", train),
     ("eval", eval_),
@@ -72,4 +78,4 @@ for name, command in (
     ("pick", pick),
     ("info", info),
 ):
-    app.command(name)(command)
+    app.command(name, help=_help(command))(command)
