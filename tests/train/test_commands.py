@@ -27,6 +27,18 @@ def call(*args: str, code: int = 0) -> str:
     return " ".join(result.output.split())
 
 
+def test_one_class_is_refused(tmp_path: Path) -> None:
+    """Its accuracy would be 100 % from the start."""
+    (tmp_path / "cat").mkdir()
+    for i in range(10):
+        Image.new("RGB", (16, 16), (i, 0, 0)).save(tmp_path / "cat" / f"{i}.png")
+    out = call("train", "--data", str(tmp_path), "--device", "cpu", "--output", str(tmp_path / "run"), code=1)
+    assert (
+        "has only the classes ['cat'], and a classifier needs at least two; add a folder for each further class" in out
+    )
+    assert not (tmp_path / "run").exists()
+
+
 def test_train_eval_and_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("sklearn")
     out = call("train", *SMALL.split(), "--output", str(tmp_path / "a"))
