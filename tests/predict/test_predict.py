@@ -142,6 +142,8 @@ def test_classify_command(classifier_run: Path, folder: Path, tmp_path: Path) ->
         assert min(image.size) > 200
     paths = f"{folder / 'a.png'}\n\n{folder / 'b.jpg'}\n"
     assert call("predict", classifier_run, "-", *CPU, stdin=paths).count(".png") == 1
+    wrong = call("predict", classifier_run, folder, "--sheet", tmp_path / "sheet.txt", *CPU, code=1)
+    assert "a contact sheet is written to a .png or .jpg file, not to " in wrong
     wrong = call("predict", classifier_run, folder, "--model", "stvit_small", *CPU, code=1)
     assert "not stvit_small; leave out --model, which is for checkpoint files" in wrong
     wrong = call("predict", classifier_run, folder, "-o", tmp_path / "results", *CPU, code=1)

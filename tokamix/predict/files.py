@@ -193,6 +193,14 @@ def unique_names(images: Sequence[Any]) -> list[str]:
     return list(names.values())
 
 
+def sheet_format(path: Path) -> str:
+    """Pillow's name of the format of a contact sheet, by the name of its file."""
+    formats = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg"}
+    if path.suffix.lower() not in formats:
+        raise ValueError(f"a contact sheet is written to a .png or .jpg file, not to {path}")
+    return formats[path.suffix.lower()]
+
+
 def write_sheet(path: Path, drawings: Sequence[tuple[Image.Image, "Prediction"]]) -> None:
     """Write a contact sheet of images with their predictions; of many, the first 120."""
     shown = drawings[:SHEET_IMAGES]
@@ -205,5 +213,4 @@ def write_sheet(path: Path, drawings: Sequence[tuple[Image.Image, "Prediction"]]
         captions.append([(text, INK), *name])
     hidden = f"; {len(drawings) - len(shown)} more are not shown" if len(drawings) > len(shown) else ""
     sheet = captioned_sheet([image for image, _ in shown], captions, title=f"{len(drawings)} images{hidden}")
-    form = "jpeg" if path.suffix.lower() in (".jpg", ".jpeg") else "png"
-    write_atomically(path, lambda beside: sheet.save(beside, format=form))
+    write_atomically(path, lambda beside: sheet.save(beside, format=sheet_format(path)))
