@@ -152,6 +152,12 @@ def test_info_checks_data(tmp_path: Path) -> None:
     assert "train: 6 images, 2 classes present; 6 of them decoded" in out
     assert "val: 2 images, 2 classes present" in out
     assert "no problem found" in out
+    for name in ("cat", "dog"):  # of one image, nothing can be held out
+        (tmp_path / "few" / name).mkdir(parents=True)
+        (tmp_path / "few" / name / "0.png").write_bytes((tmp_path / "val" / name / "0.png").read_bytes())
+    out = call("info", "--data", str(tmp_path / "few"))
+    assert "there are no validation images, which training needs" in " ".join(out.split())
+    assert "no problem found" not in out
     (tmp_path / "val" / "dog" / "0.png").write_bytes(b"")
     broken = call("info", "--data", str(tmp_path), code=1)
     assert f"error: {tmp_path / 'val' / 'dog' / '0.png'} is empty" in broken.replace("\n", "")

@@ -133,6 +133,7 @@ def train(
         name, given = model if isinstance(model, str) else None, load_overrides(overrides)
         seed = given.get("seed", 0)
         data = create_dataset(data, seed=seed if isinstance(seed, int) else 0) if isinstance(data, str) else data
+        data.check_training_images()
         chosen = choose_recipe(data, name, checkpoint, pretrained, given)
         recipe, overrides = chosen.recipe, {**chosen.settings, **given}
     recipe = _resolve_recipe(model, recipe, task if isinstance(task, str) else None, overrides)
