@@ -240,6 +240,8 @@ def test_site_builds_strictly(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "site/index.html").is_file()
+    options = (tmp_path / "site/guides/cli/index.html").read_text()
+    assert "<code>classify</code>, <code>segment</code>, <code>detect</code>" in options, "the values of --task"
     external = re.findall(
         r"<(?:script|link)[^>]+(?:src|href)=\"(https?://[^\"]+)", (tmp_path / "site/index.html").read_text()
     )
