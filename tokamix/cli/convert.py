@@ -50,7 +50,7 @@ def convert(
     resume: Annotated[bool, typer.Option(help="Continue the conversion in the folder, or start over.")] = True,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
     workers: Annotated[int, typer.Option(min=0, metavar="<int>", help="Processes that decode images.")] = 0,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but warnings and errors.")] = False,
 ) -> None:
     """Replace the attention of a trained classifier by another mixer, and restore its accuracy.
 
