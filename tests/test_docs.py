@@ -21,6 +21,8 @@ from PIL import Image
 from tests.processes import finish, run_script
 from tests.train.tiny_dense import run, tiny_scenes
 from tokamix.cli import app
+from tokamix.mixers import list_mixers
+from tokamix.models.bodies import BODIES
 from tokamix.recipes import list_recipes
 from tokamix.train import train
 
@@ -226,6 +228,11 @@ def test_versions_and_names_agree() -> None:
     used = {name for path in sources for name in re.findall(r"\bTOKAMIX_[A-Z]+\b", path.read_text())}
     listed = set(re.findall(r"\bTOKAMIX_[A-Z]+\b", (ROOT / "docs/environment.md").read_text()))
     assert used == listed
+
+
+def test_every_body_and_mixer_is_in_the_guide() -> None:
+    text = (ROOT / "docs/guides/swap.md").read_text()
+    assert not [name for name in (*BODIES, *list_mixers()) if f"`{name}`" not in text]
 
 
 def test_site_builds_strictly(tmp_path: Path) -> None:

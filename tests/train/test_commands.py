@@ -234,7 +234,7 @@ def test_train_a_segmenter(tmp_path: Path) -> None:
     flags = [word for setting in settings.split() for word in ("--set", setting)]
     common = ["train", "--data", "shapes:32", "--device", "cpu", "--workers", "0", "--output", str(tmp_path / "a")]
     out = call(*common, "--task", "segment", "--recipe", "shapes_segment", *flags)
-    assert "semantic_fpn with test_resnet on shapes:32: 1 epochs of 2 steps" in out
+    assert "semantic_fpn with test_resnet on shapes:32: 1 epoch of 2 steps" in out
     assert "mIoU" in out
     assert f"the run is in {tmp_path / 'a'}" in out
     wrong = call(*common, "--task", "detect", "--recipe", "shapes_segment", code=1)
