@@ -21,6 +21,8 @@ from PIL import Image
 from tests.processes import finish, run_script
 from tests.train.tiny_dense import run, tiny_scenes
 from tokamix.cli import app
+from tokamix.mixers import list_mixers
+from tokamix.models.bodies import BODIES
 from tokamix.recipes import list_recipes
 from tokamix.train import train
 
@@ -228,6 +230,11 @@ def test_versions_and_names_agree() -> None:
     assert used == listed
 
 
+def test_every_body_and_mixer_is_in_the_guide() -> None:
+    text = (ROOT / "docs/guides/swap.md").read_text()
+    assert not [name for name in (*BODIES, *list_mixers()) if f"`{name}`" not in text]
+
+
 def test_site_builds_strictly(tmp_path: Path) -> None:
     """Broken links, missing anchors, pages outside the navigation and unresolved API names are errors."""
     result = subprocess.run(
@@ -240,6 +247,8 @@ def test_site_builds_strictly(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "site/index.html").is_file()
+    options = (tmp_path / "site/guides/cli/index.html").read_text()
+    assert "<code>classify</code>, <code>segment</code>, <code>detect</code>" in options, "the values of --task"
     external = re.findall(
         r"<(?:script|link)[^>]+(?:src|href)=\"(https?://[^\"]+)", (tmp_path / "site/index.html").read_text()
     )

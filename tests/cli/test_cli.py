@@ -1,5 +1,6 @@
 """The command line, as a user calls it."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -65,6 +66,17 @@ def test_help_is_whole_sentences(name: str) -> None:
         text = getattr(parameter, "help", None) or ""
         assert re.fullmatch(r"([A-Z0-9]|cuda or cpu|key=value|[a-z]+_tiny|self, |y,x |knn, ).*\.", text), (name, text)
         assert "; default" not in text, (name, text)
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"export"}))  # export's long options need more
+def test_help_fits_into_80_columns(name: str) -> None:
+    """No option, value or sentence is cut off; the lines of a paragraph are filled."""
+    text = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).output
+    assert "…" not in text
+    description = text.partition("╭")[0].splitlines()
+    for line, following in itertools.pairwise(line.strip() for line in description):
+        if line and following and not line.startswith("Usage"):
+            assert len(line) + 1 + len(following.split()[0]) > 77, line
 
 
 @pytest.mark.parametrize("module", ["tokamix", "tokamix.cli"])
@@ -140,6 +152,12 @@ def test_info_checks_data(tmp_path: Path) -> None:
     assert "train: 6 images, 2 classes present; 6 of them decoded" in out
     assert "val: 2 images, 2 classes present" in out
     assert "no problem found" in out
+    for name in ("cat", "dog"):  # of one image, nothing can be held out
+        (tmp_path / "few" / name).mkdir(parents=True)
+        (tmp_path / "few" / name / "0.png").write_bytes((tmp_path / "val" / name / "0.png").read_bytes())
+    out = call("info", "--data", str(tmp_path / "few"))
+    assert "there are no validation images, which training needs" in " ".join(out.split())
+    assert "no problem found" not in out
     (tmp_path / "val" / "dog" / "0.png").write_bytes(b"")
     broken = call("info", "--data", str(tmp_path), code=1)
     assert f"error: {tmp_path / 'val' / 'dog' / '0.png'} is empty" in broken.replace("\n", "")

@@ -17,6 +17,7 @@ from tokamix.compare.report import (
     Result,
     Texts,
     amount,
+    log_ticks,
     outside,
     render,
 )
@@ -135,6 +136,14 @@ def test_charts_and_receptive_fields() -> None:
             assert 0 <= float(x) <= 400
             assert 0 <= float(y) <= 270
     assert not Page(render(make_report())).count("path", **{"class": "band"})
+
+
+def test_every_axis_has_labels() -> None:
+    """Also between two powers of ten."""
+    labels = {
+        limits: [text for _, text in log_ticks(*limits)] for limits in ((80, 2e4), (3.8e6, 7.7e6), (2.1e3, 4.4e3))
+    }
+    assert list(labels.values()) == [["100", "1 k", "10 k"], ["4 M", "5 M", "6 M", "7 M"], ["3 k", "4 k"]]
 
 
 def test_several_seeds_show_their_range() -> None:

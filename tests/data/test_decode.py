@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests.data.conftest import encoded, noise
 from tokamix.data import DataError, decode_image
-from tokamix.data.decode import read_oriented_image
+from tokamix.data.decode import image_files, read_oriented_image
 
 
 def pixel(image: Image.Image) -> tuple[int, ...]:
@@ -26,6 +26,19 @@ def test_formats(form: str, tmp_path: Path) -> None:
     image = decode_image(file)
     assert image.size == (9, 5)
     assert np.allclose(pixel(image), (200, 30, 60), atol=6)
+
+
+def test_image_files_of_a_folder(tmp_path: Path) -> None:
+    """Subfolders and links to folders are searched, once each; hidden files, other files and folders are no images."""
+    cats = tmp_path / "photos" / "cats"
+    for file in (cats / "b.JPG", cats / "._b.jpg", cats / "notes.txt", tmp_path / "dogs" / "a.png"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"")
+    (cats / "folder.jpg").mkdir()
+    (cats / "all").symlink_to(tmp_path / "photos")
+    (tmp_path / "photos" / "dogs").symlink_to(tmp_path / "dogs")
+    photos = tmp_path / "photos"
+    assert image_files(photos) == [cats / "b.JPG", photos / "dogs" / "a.png"]
 
 
 def test_a_wrong_name_does_not_matter(tmp_path: Path) -> None:

@@ -158,6 +158,7 @@ def test_bad_input_is_one_sentence(classifier_run: Path, segmenter_run: Path, ph
         (("embed", "resnet1888", photos, "-o", other), "there is no model 'resnet1888'"),
         (("neighbours", photo, "--index", other), "has no features: it has no index.json"),
         (("neighbours", photos / "99.png", "--index", out), "99.png"),
+        (("neighbours", photo, "--index", out, "-o", out / "sheet.txt"), "written to a .png or .jpg file, not to"),
     ):
         assert message in call(*arguments, code=1), arguments
     (out / "index.json").write_text("{")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tokamix.data import ArrayDataset
 from tokamix.evaluate import report
-from tokamix.evaluate.report import MISTAKES, write_report
+from tokamix.evaluate.report import MISTAKES, draw_confusion, write_report
 from tokamix.inference import InferenceConfig
 
 
@@ -93,6 +93,13 @@ def test_any_number_of_classes(tmp_path: Path, classes: int) -> None:
     for name in ("confusion_matrix.png", "mistakes.png"):
         with Image.open(tmp_path / name) as image:
             assert 200 < image.width < 2400
+
+
+def test_names_that_matplotlib_would_read_as_formulas(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """They are drawn as they are; characters that the font lacks give no warning on the console."""
+    draw_confusion(torch.tensor([[1, 0], [1, 2]]), ["$100_$50", "a $^$ \u65e5\u672c"], tmp_path / "confusion.png")
+    assert (tmp_path / "confusion.png").stat().st_size > 0
+    assert not recwarn.list
 
 
 def test_other_channels(tmp_path: Path) -> None:

@@ -26,10 +26,10 @@ def photo() -> np.ndarray:
     return image
 
 
-def explanation(mixer: str) -> Explanation:
+def explanation(mixer: str, classes: tuple[str, ...] = ("cat", "dog", "owl")) -> Explanation:
     torch.manual_seed(0)
     model = pyramid(mixer, mixer_kwargs={"cell": 2} if mixer == "super_token" else None).float()
-    config = InferenceConfig.from_model(model, ("cat", "dog", "owl"), image_size=32, crop_pct=1.0)
+    config = InferenceConfig.from_model(model, classes, image_size=32, crop_pct=1.0)
     return Explainer(model, config, mixer)(photo())
 
 
@@ -98,6 +98,11 @@ def test_formats(tmp_path) -> None:
     assert written[2].read_bytes()[:4] == b"%PDF"
     with pytest.raises(ValueError, match="figures are written as png, svg, pdf, not as 'gif'"):
         figures.save_figure(figure, tmp_path / "a", ("gif",))
+
+
+def test_names_of_classes_are_no_formulas(tmp_path: Path) -> None:
+    figure = figures.draw_comparison([explanation("pooling", ("$100_$50",) * 3)])
+    assert figures.save_figure(figure, tmp_path / "overview")[0].stat().st_size > 0
 
 
 def test_the_page_is_self_contained_and_escaped() -> None:

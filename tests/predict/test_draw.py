@@ -103,3 +103,18 @@ def test_captions_are_shortened() -> None:
     sheet = captioned_sheet(images, [[(name, (0, 0, 0))]] * 7, title="seven")
     assert sheet.width < 1600
     assert captioned_sheet([], [], title="none").width > 10
+
+
+def test_names_beyond_ascii_are_drawn() -> None:
+    """Not as boxes: words whose letters Pillow's own font lacks look different from each other."""
+    pytest.importorskip("matplotlib")
+    images = [Image.new("RGB", (40, 40), "white")]
+    words = ("\u043a\u043e\u0442", "\u043f\u0451\u0441", "\u00fc\u00df\u00e9")
+    sheets = [captioned_sheet(images, [[(word, (0, 0, 0))]]) for word in words]
+    assert len({sheet.tobytes() for sheet in sheets}) == len(words)
+    objects = Objects(torch.tensor([[8.0, 30, 50, 50]]), torch.tensor([0]))
+    drawings = [draw_objects(torch.zeros(3, 64, 64, dtype=torch.uint8), objects, [word]) for word in words]
+    assert len({drawing.tobytes() for drawing in drawings}) == len(words)
+    maps = torch.zeros(64, 64, dtype=torch.uint8)
+    overlays = [draw_segmentation(torch.zeros(3, 64, 64, dtype=torch.uint8), maps, [word]) for word in words]
+    assert len({overlay.tobytes() for overlay in overlays}) == len(words)

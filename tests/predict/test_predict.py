@@ -3,6 +3,9 @@
 import csv
 import gc
 import json
+import os
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -139,6 +142,8 @@ def test_classify_command(classifier_run: Path, folder: Path, tmp_path: Path) ->
         assert min(image.size) > 200
     paths = f"{folder / 'a.png'}\n\n{folder / 'b.jpg'}\n"
     assert call("predict", classifier_run, "-", *CPU, stdin=paths).count(".png") == 1
+    wrong = call("predict", classifier_run, folder, "--sheet", tmp_path / "sheet.txt", *CPU, code=1)
+    assert "a contact sheet is written to a .png or .jpg file, not to " in wrong
     wrong = call("predict", classifier_run, folder, "--model", "stvit_small", *CPU, code=1)
     assert "not stvit_small; leave out --model, which is for checkpoint files" in wrong
     wrong = call("predict", classifier_run, folder, "-o", tmp_path / "results", *CPU, code=1)
@@ -248,6 +253,24 @@ def test_names_do_not_collide(segmenter_run: Path, folder: Path, tmp_path: Path)
     written = {p.name.removesuffix("_overlay.png") for p in (tmp_path / "out").glob("*_overlay.png")}
     assert written == {"a", "A_2", "a_3", "a_2_2"}
     assert find_images([tmp_path / "further"]) == further
+
+
+def test_odd_files_in_a_folder(classifier_run: Path, folder: Path, tmp_path: Path) -> None:
+    """Links to folders are searched; hidden files and folders called .jpg are no images; names may be any bytes."""
+    inside = tmp_path / "inside"
+    (inside / "folder.jpg").mkdir(parents=True)
+    (inside / "link").symlink_to(folder)
+    (inside / "._a.png").write_bytes(b"Mac OS X")
+    name = os.fsdecode(b"caf\xe9.png")  # Latin-1
+    (inside / name).write_bytes((folder / "a.png").read_bytes())
+    table = tmp_path / "table.jsonl"
+    command = [sys.executable, "-m", "tokamix", "predict", classifier_run, inside, "-o", table, *CPU]
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}  # the default of most locales
+    assert r"caf\udce9.png" in subprocess.run(command, capture_output=True, text=True, check=True, env=strict).stdout
+    rows = [json.loads(line) for line in table.read_text(encoding="utf-8").splitlines()]
+    assert {Path(row["image"]).name for row in rows} == {*NAMES, name}
+    predict(classifier_run, inside, output=tmp_path / "table.csv", device="cpu")
+    assert r"caf\udce9.png" in (tmp_path / "table.csv").read_text(encoding="utf-8")
 
 
 def test_masks_are_freed(detector: Predictor, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

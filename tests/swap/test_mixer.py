@@ -79,6 +79,15 @@ def test_fused_projections(name: str, num_heads: int | None) -> None:
     torch.testing.assert_close(attention(x), expected, rtol=1e-10, atol=1e-12)
 
 
+def test_an_empty_batch() -> None:
+    """As timm's own attention takes it: a filter in front of the model may leave no image."""
+    model = create("vit_tiny_patch16_224")
+    for mixer in ("sima", "super_token"):
+        swapped = copy.deepcopy(model)
+        swap_mixer(swapped, to=mixer)
+        assert swapped.eval()(images(0)).shape == (0, CLASSES)
+
+
 def test_class_attention() -> None:
     """The class token's row of SimA over all tokens, including itself."""
     x = torch.randn(2, 10, 24, dtype=torch.float64)

@@ -38,6 +38,8 @@ def test_the_card(tmp_path: Path) -> None:
     assert "| training | CPU, " in text
     assert "SimA: Simple Softmax-free Attention for Vision Transformers https://arxiv.org/abs/2206.08898" in text
     assert "/home/somebody" not in text
+    assert "| top1 | " in text
+    assert "top5" not in text, "of four classes it is always 100 %"
 
 
 def test_last_and_best(tmp_path: Path) -> None:

@@ -27,6 +27,18 @@ def call(*args: str, code: int = 0) -> str:
     return " ".join(result.output.split())
 
 
+def test_one_class_is_refused(tmp_path: Path) -> None:
+    """Its accuracy would be 100 % from the start."""
+    (tmp_path / "cat").mkdir()
+    for i in range(10):
+        Image.new("RGB", (16, 16), (i, 0, 0)).save(tmp_path / "cat" / f"{i}.png")
+    out = call("train", "--data", str(tmp_path), "--device", "cpu", "--output", str(tmp_path / "run"), code=1)
+    assert (
+        "has only the classes ['cat'], and a classifier needs at least two; add a folder for each further class" in out
+    )
+    assert not (tmp_path / "run").exists()
+
+
 def test_train_eval_and_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("sklearn")
     out = call("train", *SMALL.split(), "--output", str(tmp_path / "a"))
@@ -222,7 +234,7 @@ def test_train_a_segmenter(tmp_path: Path) -> None:
     flags = [word for setting in settings.split() for word in ("--set", setting)]
     common = ["train", "--data", "shapes:32", "--device", "cpu", "--workers", "0", "--output", str(tmp_path / "a")]
     out = call(*common, "--task", "segment", "--recipe", "shapes_segment", *flags)
-    assert "semantic_fpn with test_resnet on shapes:32: 1 epochs of 2 steps" in out
+    assert "semantic_fpn with test_resnet on shapes:32: 1 epoch of 2 steps" in out
     assert "mIoU" in out
     assert f"the run is in {tmp_path / 'a'}" in out
     wrong = call(*common, "--task", "detect", "--recipe", "shapes_segment", code=1)

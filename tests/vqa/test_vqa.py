@@ -88,6 +88,13 @@ def test_data(data: Path) -> None:
     assert open_vqa(data, min_count=15).classes == ("no", "yes")
 
 
+def test_hidden_files_of_a_mac_are_no_images(data: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(data, tmp_path / "vqa")
+    image = next(copied.rglob("*.jpg"))
+    (image.parent / f"._{image.name}").write_bytes(b"Mac OS X")
+    assert len(open_vqa(copied, min_count=1).train) == 48
+
+
 def test_trained_run(trained: Path, data: Path, vilt: Path) -> None:
     """The folder gives back the network with context broadcasting, and it answers."""
     model = load_vqa(trained)

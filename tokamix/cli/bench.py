@@ -18,7 +18,8 @@ def bench(
     runtime: Annotated[
         str,
         typer.Option(
-            help="With models: eager,graphed,compile,graphs,onnx,onnx-int8,openvino,openvino-bf16,openvino-int8,aoti."
+            help="With models, separated by commas: eager, graphed, compile, graphs, onnx, onnx-int8, openvino,"
+            " openvino-bf16, openvino-int8, aoti."
         ),
     ] = "",
     seconds: Annotated[float, typer.Option(min=0, help="With models: time of each size and batch.")] = 10.0,
@@ -81,7 +82,7 @@ def _bench_models(
             raise ValueError(f"{option} is {text!r}, but must be numbers from 1 on, separated by commas")
         return [int(part) for part in parts]
 
-    runtimes = runtime.split(",") if runtime else installed_runtimes(device)
+    runtimes = [name.strip() for name in runtime.split(",")] if runtime else installed_runtimes(device)
     print(environment(device), end="", flush=True)
     rows = measure_runtimes(
         names, numbers("--sizes", sizes), numbers("--batch", batch), runtimes, device, seconds, print_line

@@ -11,7 +11,9 @@ from tokamix.cli._shared import console, plain_errors, print_comparison
 
 def compare(
     data: Annotated[str, typer.Option(help="Classification data, as for `tokamix train`.")],
-    mixers: Annotated[str, typer.Option(help="At least two mixers, separated by commas.")] = "softmax,sima,super_token",
+    mixers: Annotated[
+        str, typer.Option(help="At least two mixers, separated by commas.", show_default="softmax, sima, super_token")
+    ] = "softmax,sima,super_token",
     body: Annotated[
         str | None,
         typer.Option(
@@ -27,7 +29,7 @@ def compare(
         "runs/compare"
     ),
     resume: Annotated[bool, typer.Option(help="Continue the comparison in the folder, or start over.")] = True,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda if available.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that decode images, for each training.")] = 0,
 ) -> None:
     """Train one body with several token mixers on your data, and write a page that compares them.

@@ -44,11 +44,13 @@ def convert(
             help="self, the original; none; or another teacher: a timm name, a run, name@file or an ONNX file."
         ),
     ] = "self",
-    sizes: Annotated[str, typer.Option(help="Image sizes of the speed measurement.")] = "224,512,1024,2048",
+    sizes: Annotated[
+        str, typer.Option(help="Image sizes of the speed measurement.", show_default="224, 512, 1024, 2048")
+    ] = "224,512,1024,2048",
     resume: Annotated[bool, typer.Option(help="Continue the conversion in the folder, or start over.")] = True,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda if available.")] = None,
-    workers: Annotated[int, typer.Option(min=0, help="Processes that decode images.")] = 0,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
+    workers: Annotated[int, typer.Option(min=0, metavar="<int>", help="Processes that decode images.")] = 0,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but warnings and errors.")] = False,
 ) -> None:
     """Replace the attention of a trained classifier by another mixer, and restore its accuracy.
 

@@ -43,7 +43,9 @@ def eval_(
     ] = None,
     tests: Annotated[
         str | None,
-        typer.Option(help="Parts of the suite: occlusion,patch_drop,fgsm,pgd,corruptions,calibration. Default: all."),
+        typer.Option(
+            help="Parts of the suite: occlusion, patch_drop, fgsm, pgd, corruptions, calibration. Default: all."
+        ),
     ] = None,
     epsilons: Annotated[
         str | None, typer.Option(help="Strengths of the suite's attacks, in 1/255. Default: 0.5,1,2,4,8.")

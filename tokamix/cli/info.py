@@ -127,7 +127,12 @@ def _check_data(source: str, task: Literal["classify", "segment", "detect"]) -> 
     if problems:
         more = [f"and {len(problems) - SHOWN:,} more"] if len(problems) > SHOWN else []
         raise ValueError("\n".join([*problems[:SHOWN], *more]))
-    print("no problem found")
+    if not len(dataset.train):
+        print("there are no training images: the data is for evaluation only")
+    elif not len(dataset.val):
+        print("there are no validation images, which training needs")
+    else:
+        print("no problem found")
 
 
 def _extras() -> dict[str, list[str]]:

@@ -3,6 +3,9 @@
 No module here imports torch before a command runs, so that `--help` and typing errors answer at once.
 """
 
+import io
+import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -44,6 +47,14 @@ def main(
     ] = False,
 ) -> None:
     """Vision token mixers from five papers, inside timm."""
+    for stream in (sys.stdout, sys.stderr):  # names of files may hold what the terminal's encoding does not have
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _help(command: Callable[..., None]) -> str:
+    """The docstring without the line breaks inside its paragraphs, which terminals of other widths would show."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in (command.__doc__ or "").split("\n\n"))
 
 
 for name, command in (
@@ -67,4 +78,4 @@ for name, command in (
     ("pick", pick),
     ("info", info),
 ):
-    app.command(name)(command)
+    app.command(name, help=_help(command))(command)

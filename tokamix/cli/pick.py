@@ -27,8 +27,8 @@ def pick(
         from tokamix.inference import choose_device
 
         where = choose_device(device).type
-        names = [name for name in models.split(",") if name]
-        runtimes = [name for name in runtime.split(",") if name]
+        names = [name.strip() for name in models.split(",") if name.strip()]
+        runtimes = [name.strip() for name in runtime.split(",") if name.strip()]
         result = run(budget_ms, size, where, names, runtimes, log=print_line, task=task)
         if result.rows:
             console.print(runtime_table(result.rows))

@@ -16,11 +16,14 @@ def studio(
     host: Annotated[str, typer.Option(help="Address to listen on; others than this machine's need a password.")] = (
         "127.0.0.1"
     ),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 7860,
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="<int>", help="0: a free one.")] = 7860,
     password: Annotated[
-        str | None, typer.Option(envvar="TOKAMIX_STUDIO_PASSWORD", help="Password, asked for before the page is shown.")
+        str | None,
+        typer.Option(
+            envvar="TOKAMIX_STUDIO_PASSWORD", help="Password, asked for before the page is shown.", show_envvar=False
+        ),
     ] = None,
-    max_upload: Annotated[int, typer.Option(min=1, help="Largest uploaded file, in megabytes.")] = 20,
+    max_upload: Annotated[int, typer.Option(min=1, metavar="<int>", help="Largest uploaded file, in megabytes.")] = 20,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
     browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
 ) -> None:

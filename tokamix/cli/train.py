@@ -72,7 +72,7 @@ def train(
         bool, typer.Option("--deterministic", help="Bitwise reproducible on a GPU too; slower.")
     ] = False,
     wandb: Annotated[str | None, typer.Option(help="A project of Weights & Biases to log to.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but warnings and errors.")] = False,
 ) -> None:
     """Train a model. If the run is stopped, the same command resumes it.
 

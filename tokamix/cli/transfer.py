@@ -16,7 +16,7 @@ def transfer(
     ],
     to: Annotated[
         list[str],
-        typer.Option(help="Data sets, separated by commas: cifar10,cifar100,flowers102,cars,folder:PATH; repeatable."),
+        typer.Option(help="Data sets, separated by commas, such as flowers102,cars or folder:PATH; repeatable."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the runs and results.csv.")] = Path(
         "runs/transfer"

@@ -288,9 +288,17 @@ def _cost_chart(report: Report, cost: str) -> str:
     rows = [[max(getattr(at, cost), 1) / at.tokens for at in result.costs] for result in report.results]
     low, high = 0.7 * min(map(min, rows)), 1.4 * max(map(max, rows))
     x_axis = Axis(xs[0], xs[-1], [(x, f"{n:,}") for x, n in zip(xs, tokens, strict=True)], "tokens")
-    ticks = [(math.log(n), amount(n, 1)) for n in (10.0**power for power in range(12)) if low <= n <= high]
     lines = _lines(report, [[[math.log(n) for n in row]] for row in rows])
-    return draw_chart(lines, xs, x_axis, Axis(math.log(low), math.log(high), ticks))
+    return draw_chart(lines, xs, x_axis, Axis(math.log(low), math.log(high), log_ticks(low, high)))
+
+
+def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
+    """Labels of a logarithmic axis: the powers of ten, or steps between them where these are fewer than two."""
+    numbers: list[float] = []
+    for steps in ((1,), (1, 2, 5), range(1, 10)):
+        if len(numbers) < 2:
+            numbers = [n for power in range(12) for step in steps if low <= (n := step * 10.0**power) <= high]
+    return [(math.log(n), amount(n, 1)) for n in numbers]
 
 
 def _epoch_axis(report: Report) -> Axis:

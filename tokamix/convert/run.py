@@ -91,6 +91,7 @@ def convert(
     _check_sizes(sizes)
     original, config = _load_original(model)
     splits = create_dataset(data) if isinstance(data, str) else data
+    splits.check_training_images()
     _check_classes(config, splits)
     recipe = _choose_recipe(model, recipe, overrides, config)
     plan = _plan_epochs(recipe, epochs, transfer_epochs, model)

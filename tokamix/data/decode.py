@@ -1,4 +1,4 @@
-"""Decoding of images to RGB, with errors that name the file."""
+"""Image files: finding them in folders, and decoding them to RGB, with errors that name the file."""
 
 import io
 import os
@@ -27,6 +27,32 @@ Size = tuple[int, int]
 
 class DataError(ValueError):
     """A file or entry of a data set is missing, corrupt or inconsistent; the message names it."""
+
+
+def image_files(root: Path) -> list[Path]:
+    """All image files below a folder, in order of their paths; hidden ones, such as ._a.jpg of macOS, are left out.
+
+    Links to folders are followed, except to a folder that holds the link: its images would be found again and again.
+    """
+    files = []
+    for folder, subfolders, names in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        links = [name for name in subfolders if os.path.islink(os.path.join(folder, name))]
+        for name in links:
+            target = os.path.realpath(os.path.join(folder, name))
+            if os.path.commonpath([target, real]) == target:
+                subfolders.remove(name)
+        images = (name for name in names if name.lower().endswith(EXTENSIONS) and not name.startswith("."))
+        files += [Path(folder) / name for name in images]
+    return sorted(files)
+
+
+def list_images(root: Path) -> list[Path]:
+    """All image files below a folder; an error if there is none."""
+    files = image_files(root)
+    if not files:
+        raise DataError(f"the folder {root} has no images ({', '.join(EXTENSIONS)})")
+    return files
 
 
 def decode_image(

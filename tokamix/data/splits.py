@@ -49,6 +49,14 @@ class DatasetSplits:
         """Number of classes."""
         return len(self.classes)
 
+    def check_training_images(self) -> None:
+        """Raise a DataError if there is nothing to train on: a validation set may come alone."""
+        if not len(self.train):
+            raise DataError(
+                f"{self.name} has {len(self.val):,} validation images, but none for training; name both, such as"
+                " train.npz,val.npz or a folder with train/ and val/"
+            )
+
 
 def split_by_class(labels: Sequence[int] | np.ndarray | Tensor) -> tuple[list[int], list[int]]:
     """Split indices into training and validation: a fixed part of each class, at least one of two images.

@@ -18,6 +18,7 @@ from tokamix.embed.run import open_splits
 from tokamix.files import write_atomically
 from tokamix.inference import InferenceConfig, autocast, choose_device, evaluation_mode, load_model
 from tokamix.predict.draw import GREY, INK, captioned_sheet
+from tokamix.predict.files import sheet_format
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,13 @@ def find_neighbours(
 
 def write_neighbours(path: str | Path, photo: str | Path, neighbours: list[Neighbour], index: str | Path) -> None:
     """Write a contact sheet: the photo, then its neighbours with their similarities and names."""
+    form = sheet_format(Path(path))
     settings = FeatureIndex(index).settings
     found = _read_images(settings["data"], settings["split"], [neighbour.path for neighbour in neighbours])
     images = [decode_image(Path(photo)), *(found[neighbour.path] for neighbour in neighbours)]
     captions = [[("the photo", INK), (Path(photo).name, GREY)]]
     captions += [[(f"{one.similarity:.3f}", INK), (Path(one.path).name, GREY)] for one in neighbours]
     sheet = captioned_sheet(images, captions, title=f"most similar of {len(FeatureIndex(index)):,} images")
-    form = "jpeg" if Path(path).suffix.lower() in (".jpg", ".jpeg") else "png"
     write_atomically(Path(path), lambda temporary: sheet.save(temporary, format=form))
 
 

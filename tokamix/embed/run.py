@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from tokamix.data import ImageDataset, ImageStream, create_dataset
 from tokamix.data.batches import BatchOrder, IndexOrder, StreamOrder
 from tokamix.data.create import normalize_source
+from tokamix.data.decode import list_images
 from tokamix.data.images.datasets import FileDataset
-from tokamix.data.images.sources import list_images
 from tokamix.data.images.transforms import create_eval_transform
 from tokamix.data.images.worker import ImageLoader, ImageReader
 from tokamix.data.loading import Corrupt

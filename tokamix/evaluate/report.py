@@ -8,6 +8,7 @@ mistakes.png                 the wrong predictions with the highest confidence
 import csv
 import heapq
 import io
+import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,6 +88,14 @@ def _per_class(names: Sequence[str], confusion: Tensor) -> list[list[Any]]:
 
 def draw_confusion(confusion: Tensor, names: Sequence[str], path: Path) -> None:
     """Draw a confusion matrix (ground truth, prediction); colours are percent of the row, on a square-root scale."""
+    from matplotlib import rc_context
+
+    with rc_context({"text.parse_math": False}), warnings.catch_warnings():  # a class may be called $1_to_$5
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the CSV file has these names
+        _draw_confusion(confusion, names, path)
+
+
+def _draw_confusion(confusion: Tensor, names: Sequence[str], path: Path) -> None:
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tokamix.data import DatasetSplits, create_dataset
+from tokamix.data import DataError, DatasetSplits, create_dataset
 from tokamix.data.annotated.loader import create_eval_loader as create_annotated_loader
 from tokamix.data.images.loader import create_eval_loader as create_image_loader
 from tokamix.distributed import rank_and_world_size
@@ -118,6 +118,8 @@ def evaluate(
         notes.append("the run was evaluated in fp16, which needs a GPU: evaluated in fp32")
     both = [part for part in (splits.train, splits.val) if len(part)]  # a validation set may come alone
     parts = {"val": [splits.val], "train": [splits.train], "all": both}[split]
+    if not any(map(len, parts)):
+        raise DataError(f"{splits.name} has no images in the split {split}; choose another one, or all")
     rank, world_size = rank_and_world_size()
     loading: dict[str, Any] = {"rank": rank, "world_size": world_size, "device": where, "workers": workers}
     create: Any = create_image_loader if config.task == "classify" else create_annotated_loader

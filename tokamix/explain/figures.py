@@ -83,6 +83,7 @@ def drawing(theme: str = "light") -> "Iterator[Theme]":
         "grid.color": colours.line,
         "grid.linewidth": 0.5,
         "legend.frameon": False,
+        "text.parse_math": False,  # a class may be called $1_to_$5
         "svg.hashsalt": "tokamix",  # the same figure gives the same file
         "pdf.fonttype": 42,
     }

@@ -4,9 +4,11 @@ By hand rather than with torchvision's draw_* functions, which place labels over
 masks, and have neither legends nor sheets.
 """
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +26,8 @@ FIRST_COLOURS = (
     *((224, 82, 178), (141, 110, 70), (110, 190, 20), (76, 95, 180), (214, 150, 150), (0, 110, 100), (170, 170, 40)),
 )
 NUM_COLOURS = 256
+# files that Pillow looks for in the system's folders, for names that are not written in ASCII
+FONTS = ("DejaVuSans.ttf", "NotoSansCJK-Regular.ttc", "wqy-zenhei.ttc", "Arial Unicode.ttf", "arialuni.ttf")
 PERCEPTION = (2, 4, 3)  # squared weights of differences in red, green and blue
 Colour = tuple[int, int, int]
 Rectangle = tuple[float, float, float, float]  # left, top, right, bottom
@@ -122,13 +126,13 @@ def draw_objects(image: Tensor, objects: Objects, classes: Sequence[str]) -> Ima
     factor = overlay.width / width
     draw = ImageDraw.Draw(overlay)
     line = max(2, round(min(overlay.size) / 300))
-    font = _font(max(12, min(28, round(min(overlay.size) / 36))))
+    texts = [_object_text(objects, i, classes) for i in range(len(boxes))]
+    font = _font(max(12, min(28, round(min(overlay.size) / 36))), texts)
     for i in order:
         left, top, right, bottom = (factor * value for value in boxes[i].tolist())
         if objects.masks is not None:
             _draw_outline(overlay, objects.masks[i], factor, colours[i])
         draw.rectangle((left, top, max(left, right - 1), max(top, bottom - 1)), outline=colours[i], width=line)
-    texts = [_object_text(objects, i, classes) for i in range(len(boxes))]
     scaled: list[Rectangle] = [(a, b, c, d) for a, b, c, d in (factor * boxes).tolist()]
     for i, place in enumerate(place_labels(scaled, [_text_size(text, font) for text in texts], overlay.size)):
         if place is not None:
@@ -178,7 +182,7 @@ def contact_sheet(
     side: int = 256,
 ) -> Image.Image:
     """Arrange images in rows, with a title above each column and a legend of colours below."""
-    gap, font = 8, _font(15)
+    gap, font = 8, _font(15, [*titles, *(name for name, _ in legend)])
     header = 30
     small = [[_fit(image, side) for image in row] for row in rows]
     heights = [max(image.height for image in row) for row in small]
@@ -211,7 +215,9 @@ def captioned_sheet(
         side: of a square, in pixels.
         title: above the grid.
     """
-    gap, font, line = 10, _font(14), 19
+    gap, line = 10, 19
+    font = _font(14, [text for caption in captions for text, _ in caption])
+    large = _font(18, [title])
     columns = len(images) if len(images) <= 6 else min(range(8, 4, -1), key=lambda count: -len(images) % count)
     columns = max(1, columns)
     lines = max((len(caption) for caption in captions), default=0)
@@ -219,10 +225,10 @@ def captioned_sheet(
     header = 40 if title else gap
     width = gap + columns * (side + gap)
     if title:
-        width = max(width, round(_font(18).getlength(title)) + 2 * gap)
+        width = max(width, round(large.getlength(title)) + 2 * gap)
     sheet = Image.new("RGB", (width, header + math.ceil(len(images) / columns) * cell), PAPER)
     draw = ImageDraw.Draw(sheet)
-    draw.text((gap, 9), title, INK, _font(18))
+    draw.text((gap, 9), title, INK, large)
     for i, (image, caption) in enumerate(zip(images, captions, strict=True)):
         left, top = gap + i % columns * (side + gap), header + i // columns * cell
         small = _fit(image.convert("RGB"), side)
@@ -327,7 +333,7 @@ def _overlap(a: Rectangle, b: Rectangle) -> bool:
 def _add_legend(image: Image.Image, entries: list[tuple[str, str, Colour]]) -> Image.Image:
     """Add a legend at the right; classes that do not fit into the height are counted."""
     size = max(13, min(24, round(min(image.size) / 36)))
-    font, row = _font(size), round(size * 1.7)
+    font, row = _font(size, [name for name, _, _ in entries]), round(size * 1.7)
     room = max(4, (image.height - row // 2) // row)
     if len(entries) > room:
         hidden = len(entries) - room + 1
@@ -353,5 +359,36 @@ def _percent(fraction: float) -> str:
     return "< 1 %" if fraction < 0.005 else f"{100 * fraction:.0f} %"
 
 
-def _font(size: int) -> ImageFont.ImageFont:
-    return ImageFont.load_default(size)  # type: ignore[return-value]
+def _font(size: int, texts: Iterable[str]) -> ImageFont.ImageFont:
+    """A font with most of the characters: Pillow's own, which has little beyond ASCII, or one that is installed."""
+    characters = {character for text in texts for character in text if character.isprintable()}
+    if all(_has_glyph(None, character) for character in characters):
+        return _load_font(None, size)
+    return _load_font(max(_font_files(), key=lambda file: sum(_has_glyph(file, c) for c in characters)), size)
+
+
+@cache
+def _font_files() -> list[str | None]:
+    """Fonts that can be loaded: Pillow's (None), DejaVu Sans, which matplotlib brings, and some with more scripts."""
+    files: list[str | None] = [None]
+    matplotlib = find_spec("matplotlib")
+    folders = list(matplotlib.submodule_search_locations or ()) if matplotlib else []
+    for file in (*(f"{folder}/mpl-data/fonts/ttf/DejaVuSans.ttf" for folder in folders), *FONTS):
+        with contextlib.suppress(OSError):  # not installed
+            _load_font(file, 16)
+            files.append(file)
+    return files
+
+
+@cache
+def _load_font(file: str | None, size: int) -> ImageFont.ImageFont:
+    font = ImageFont.load_default(size) if file is None else ImageFont.truetype(file, size)
+    return font  # type: ignore[return-value]
+
+
+@cache
+def _has_glyph(file: str | None, character: str) -> bool:
+    """Whether a font draws a character otherwise than one that no font has."""
+    font = _load_font(file, 16)
+    drawn, missing = (font.getmask(text) for text in (character, "\U0010ffff"))
+    return (drawn.size, bytes(drawn)) != (missing.size, bytes(missing))

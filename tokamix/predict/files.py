@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from tokamix.data.annotated.rle import encode_rle
-from tokamix.data.decode import EXTENSIONS, DataError
+from tokamix.data.decode import EXTENSIONS, DataError, list_images
 from tokamix.files import write_atomically, write_json
 from tokamix.inference import InferenceConfig
 from tokamix.predict.draw import GREY, INK, Objects, captioned_sheet, draw_class_map, draw_objects, draw_segmentation
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tokamix.predict.predictor import Prediction
 
 SHEET_IMAGES = 120  # images of a contact sheet
+NAME_ERRORS = "backslashreplace"  # bytes of a file's name that are not UTF-8; in JSON these are valid escapes
 
 
 def find_images(paths: Iterable[str | Path]) -> list[Path]:
@@ -35,11 +36,10 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
             inside = [Path(line.strip()) for line in sys.stdin if line.strip()]
             problem = "standard input has no paths of images"
         elif path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in EXTENSIONS)
-            problem = f"the folder {path} has no images ({', '.join(EXTENSIONS)})"
+            inside, problem = list_images(path), ""
         elif glob.has_magic(str(entry)) and not path.exists():
             matches = sorted(Path(match) for match in glob.glob(str(entry), recursive=True))
-            inside = [p for p in matches if p.suffix.lower() in EXTENSIONS]
+            inside = [p for p in matches if p.suffix.lower() in EXTENSIONS and not p.is_dir()]
             problem = f"no image matches {entry}"
         else:
             inside, problem = [path], ""
@@ -100,14 +100,14 @@ class _TableWriter(_Writer):
 
     def _write_csv(self, path: Path) -> None:
         width = max(len(names) for _, names, _ in self.rows)
-        with path.open("w", newline="", encoding="utf-8") as file:
+        with path.open("w", newline="", encoding="utf-8", errors=NAME_ERRORS) as file:
             writer = csv.writer(file)
             writer.writerow(["image", *(f"{key}{i + 1}" for i in range(width) for key in ("class", "score"))])
             for image, names, scores in self.rows:
                 writer.writerow([image, *(v for pair in zip(names, scores, strict=True) for v in pair)])
 
     def _write_jsonl(self, path: Path) -> None:
-        with path.open("w", encoding="utf-8") as file:
+        with path.open("w", encoding="utf-8", errors=NAME_ERRORS) as file:
             for image, names, scores in self.rows:
                 row = {"image": image, "classes": names, "scores": scores}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -193,6 +193,14 @@ def unique_names(images: Sequence[Any]) -> list[str]:
     return list(names.values())
 
 
+def sheet_format(path: Path) -> str:
+    """Pillow's name of the format of a contact sheet, by the name of its file."""
+    formats = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg"}
+    if path.suffix.lower() not in formats:
+        raise ValueError(f"a contact sheet is written to a .png or .jpg file, not to {path}")
+    return formats[path.suffix.lower()]
+
+
 def write_sheet(path: Path, drawings: Sequence[tuple[Image.Image, "Prediction"]]) -> None:
     """Write a contact sheet of images with their predictions; of many, the first 120."""
     shown = drawings[:SHEET_IMAGES]
@@ -205,5 +213,4 @@ def write_sheet(path: Path, drawings: Sequence[tuple[Image.Image, "Prediction"]]
         captions.append([(text, INK), *name])
     hidden = f"; {len(drawings) - len(shown)} more are not shown" if len(drawings) > len(shown) else ""
     sheet = captioned_sheet([image for image, _ in shown], captions, title=f"{len(drawings)} images{hidden}")
-    form = "jpeg" if path.suffix.lower() in (".jpg", ".jpeg") else "png"
-    write_atomically(path, lambda beside: sheet.save(beside, format=form))
+    write_atomically(path, lambda beside: sheet.save(beside, format=sheet_format(path)))

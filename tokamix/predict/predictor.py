@@ -30,7 +30,7 @@ from tokamix.inference import (
     read_precision,
 )
 from tokamix.predict.draw import Objects, draw_objects, draw_segmentation
-from tokamix.predict.files import find_images, open_writer, unique_names, write_sheet
+from tokamix.predict.files import find_images, open_writer, sheet_format, unique_names, write_sheet
 
 ImageLike = str | Path | Image.Image | np.ndarray | Tensor
 DECODE_FACTOR = 4  # a JPEG is decoded at no less than this many times the classifier's image size, as in evaluation
@@ -299,6 +299,8 @@ def predict(
         on_prediction: called after each image.
     """
     inputs: list[Any] = _list_inputs(images)
+    if sheet is not None:
+        sheet_format(Path(sheet))  # a wrong name is an error before the work, not after it
     predictor = source
     if not isinstance(predictor, Predictor):
         options: Any = {"model": model, "score_threshold": score_threshold, "top_k": top_k, "batch_size": batch_size}

@@ -305,7 +305,7 @@ def from_tokens(out: Tensor, x: Tensor, layout: str) -> Tensor:
     """Tokens (B, N, C) in the layout of x."""
     if layout == "nchw" and x.ndim == 4:
         return channels_first(out.unflatten(1, x.shape[2:]))
-    return out.reshape(*x.shape[:-1], -1)
+    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def split_mask(

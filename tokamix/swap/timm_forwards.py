@@ -47,7 +47,7 @@ def attention(self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: 
         out = merge_heads(self.attend(q, k, v, x, mask, bias))
     norm, gate = getattr(self, "norm", None), getattr(self, "gate", None)
     out = out if norm is None else norm(out)
-    out = out.reshape(*x.shape[:-1], -1)
+    out = out.reshape(*x.shape[:-1], out.shape[-1])
     return project(self, out if gate is None else out * gate(x).sigmoid())
 
 

@@ -134,6 +134,7 @@ def train(
         name, given = model if isinstance(model, str) else None, load_overrides(overrides)
         seed = given.get("seed", 0)
         data = create_dataset(data, seed=seed if isinstance(seed, int) else 0) if isinstance(data, str) else data
+        data.check_training_images()
         own = isinstance(model, nn.Module)  # with the weights that it has
         chosen = choose_recipe(data, name, checkpoint, False if own else pretrained, given)
         recipe, overrides = chosen.recipe, {**chosen.settings, **given}

@@ -1,7 +1,6 @@
 """Questions about images in VQAv2's format: questions and annotations as JSON, and images by their numbers."""
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from tokamix.data import DataError, DatasetSplits, decode_image
-from tokamix.data.decode import EXTENSIONS
+from tokamix.data.decode import image_files
 from tokamix.vqa.metric import normalize_answer, vqa_accuracy
 
 MIN_COUNT = 9  # questions with this answer; gives the 3,129 answers that models of VQAv2 choose from
@@ -125,12 +124,9 @@ def _create_question(
 def _find_images(root: Path) -> dict[int, Path]:
     """Number at the end of a file's name -> the file."""
     images: dict[int, Path] = {}
-    for folder, _, names in os.walk(root, followlinks=True):
-        for name in sorted(names):
-            number = re.search(r"(\d+)$", Path(name).stem)
-            if number and name.lower().endswith(EXTENSIONS):
-                path = Path(folder) / name
-                other = images.setdefault(int(number[1]), path)
-                if other != path:
-                    raise DataError(f"{other} and {path} have the same number; images are found by their numbers")
+    for path in image_files(root):
+        if number := re.search(r"(\d+)$", path.stem):
+            other = images.setdefault(int(number[1]), path)
+            if other != path:
+                raise DataError(f"{other} and {path} have the same number; images are found by their numbers")
     return images

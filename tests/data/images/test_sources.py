@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+import tokamix
 from tests.data.conftest import encoded, eval_config, noise, recipe, write_pack
 from tokamix.data import ArrayDataset, DataError, create_dataset
 from tokamix.data.images.loader import create_eval_loader, create_train_loader
@@ -208,6 +209,12 @@ def test_errors_of_packs(tmp_path: Path) -> None:
     assert (len(only_val.train), len(only_val.val)) == (0, 4)
     with pytest.raises(DataError, match="the training split is empty"):
         create_train_loader(only_val.train, recipe(), batch_size=2)
+    with pytest.raises(DataError, match=r"only_val\.npz has 4 validation images, but none for training; name both"):
+        tokamix.train(None, str(tmp_path / "only_val.npz"), device="cpu", output=tmp_path / "run")
+    with pytest.raises(DataError, match=r"only_val\.npz has no images in the split train; choose another one, or all"):
+        tokamix.evaluate(
+            tokamix.create_model("columnar_tiny_sima", num_classes=2), only_val, split="train", device="cpu"
+        )
     other = write_pack(tmp_path / "c.npz", good, [0, 1, 0, 1], ("x", "y"))
     with pytest.raises(DataError, match="have different classes"):
         create_dataset(f"{tmp_path / 'b.npz'},{other}")

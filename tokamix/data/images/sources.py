@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tokamix.data.annotated.sources import dense_task
-from tokamix.data.decode import EXTENSIONS, DataError
+from tokamix.data.decode import EXTENSIONS, DataError, list_images
 from tokamix.data.images.datasets import ArrayDataset, FileDataset, ImageDataset
 from tokamix.data.images.packs import open_packs
 from tokamix.data.images.streams import ImageStream
@@ -134,19 +134,6 @@ def _open_any_folder(root: Path) -> tuple[ImageDataset, ImageDataset]:
     parts = split_indices(len(files), root)
     train, val = (FileDataset([files[i] for i in part], [0] * len(part), ["image"]) for part in parts)
     return train, val
-
-
-def list_images(root: Path) -> list[Path]:
-    """All image files below a folder, in order of their paths."""
-    files = sorted(
-        Path(folder) / name
-        for folder, _, names in os.walk(root, followlinks=True)
-        for name in names
-        if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
-    )
-    if not files:
-        raise DataError(f"the folder {root} has no images ({', '.join(EXTENSIONS)})")
-    return files
 
 
 def _class_folders(root: Path) -> tuple[list[str], list[Path], list[int]]:

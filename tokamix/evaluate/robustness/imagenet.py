@@ -11,7 +11,6 @@ Protocols and sources:
 """
 
 import json
-import os
 from collections import Counter
 from functools import cache
 from importlib.resources import files
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tokamix.data import DataError, FileDataset
-from tokamix.data.decode import EXTENSIONS
+from tokamix.data.decode import image_files
 from tokamix.inference import InferenceConfig, imagenet_classes
 
 SETS = {"a": "ImageNet-A", "r": "ImageNet-R", "sketch": "ImageNet-Sketch", "v2": "ImageNet-V2", "real": "ImageNet-ReaL"}
@@ -101,7 +100,7 @@ def _open_classes(root: Path, name: str, by_folder: dict[str, int], outputs: dic
     if unknown or not folders:
         found = f"the folder {unknown[0]!r}" if unknown else "no folders"
         raise DataError(f"{root} is not {name}: it has {found}, but must have folders such as {next(iter(by_folder))}")
-    paths = [(path, outputs[by_folder[entry]]) for entry in folders for path in _images(root / entry)]
+    paths = [(path, outputs[by_folder[entry]]) for entry in folders for path in image_files(root / entry)]
     data = FileDataset([path for path, _ in paths], [0] * len(paths), ["image"])
     compared = None if len(by_folder) == len(outputs) else [outputs[number] for number in by_folder.values()]
     return TestSet(name, data, [frozenset((target,)) for _, target in paths], compared)
@@ -130,7 +129,7 @@ def _open_real(root: Path, outputs: dict[int, int]) -> TestSet:
     """Images with labels of ReaL that the model has; those without are counted as skipped."""
     real: list[list[int]] = json.loads(_read("imagenet_real_labels.json"))
     files_, targets, skipped = [], [], 0
-    for path in _images(root):
+    for path in image_files(root):
         number = path.stem.removeprefix(IMAGES)
         if not (path.stem.startswith(IMAGES) and number.isdigit() and 1 <= int(number) <= len(real)):
             continue
@@ -142,16 +141,6 @@ def _open_real(root: Path, outputs: dict[int, int]) -> TestSet:
     if not files_:
         raise DataError(f"{root} has no images of ImageNet's validation set with ReaL labels ({IMAGES}00000001.JPEG)")
     return TestSet(SETS["real"], FileDataset(files_, [0] * len(files_), ["image"]), targets, None, skipped)
-
-
-def _images(root: Path) -> list[Path]:
-    """All image files below a folder."""
-    return sorted(
-        Path(folder) / name
-        for folder, _, names in os.walk(root, followlinks=True)
-        for name in names
-        if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
-    )
 
 
 @cache

@@ -101,7 +101,7 @@ def create_card(
 | images{size} | {facts.images[0]:,} for training, {facts.images[1]:,} for validation |
 | training | {training}{f", from the weights `{facts.start}`" if facts.start else ""} |
 
-{_results(recipe, results)}
+{_results(recipe, results, len(config["label_names"]))}
 ![loss and metrics over the epochs](curves.png)
 
 ## Use
@@ -161,11 +161,12 @@ def _describe(kind: str, result: Mapping[str, Any]) -> str:
     return f"{kind}: epoch {result['epoch']}{average}"
 
 
-def _results(recipe: Recipe, results: Mapping[str, Mapping[str, Any]]) -> str:
-    """A table with a column for each evaluation."""
+def _results(recipe: Recipe, results: Mapping[str, Mapping[str, Any]], num_classes: int) -> str:
+    """A table with a column for each evaluation; without top-5 for up to five classes, where it is always 100 %."""
     if not results:
         return "No evaluation has finished yet."
-    keys = [key for key in next(iter(results.values())) if key not in ("epoch", "averaged")]
+    hidden = {"epoch", "averaged"} | ({"top5"} if num_classes <= 5 else set())
+    keys = [key for key in next(iter(results.values())) if key not in hidden]
     rows = [f"| metric | {' | '.join(_describe(kind, result) for kind, result in results.items())} |"]
     rows.append("|---" * (len(results) + 1) + "|")
     rows += [f"| {key} | {' | '.join(f'{result[key]:.3f}' for result in results.values())} |" for key in keys]

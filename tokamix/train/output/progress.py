@@ -52,7 +52,7 @@ class Display:
         elif update:
             self.say(f"{title}: resuming {folder} after step {update} of {epochs * steps}")
         else:
-            self.say(f"{title}: {epochs} epochs of {steps} steps, in {folder}")
+            self.say(f"{title}: {_count(epochs, 'epoch')} of {_count(steps, 'step')}, in {folder}")
         self.task = self.bar.add_task("", total=epochs * steps, completed=update, text="")
 
     def __enter__(self) -> Self:
@@ -121,3 +121,7 @@ def _join(parts: list[str], width: int, space: str = "  ") -> str:
     while len(parts) > 1 and len(space.join(parts)) > width:
         parts = parts[:-1]
     return space.join(parts)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)

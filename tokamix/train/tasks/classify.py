@@ -51,6 +51,11 @@ class Classify:
                 f"the recipe {recipe.name} is for task classify, but {self.splits.name} was opened for another task"
             )
         self.num_outputs = self.splits.num_classes
+        if self.num_outputs < 2:
+            raise ValueError(
+                f"{self.splits.name} has only the classes {list(self.splits.classes)}, and a classifier needs at least"
+                " two; add a folder for each further class, or learn without labels (--task dino)"
+            )
         if recipe.start_size is not None:
             self.optional_arguments = {"dynamic_img_size": True, "strict_img_size": False}  # timm's ViTs and Swins
 
