@@ -57,6 +57,9 @@ def test_train_eval_and_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     # the run's own recipe repeats it
     again = call("train", "--data", "digits", "--recipe", f"{tmp_path}/a/recipe.yaml", "--output", f"{tmp_path}/b")
     assert f"best top-1 {top1} %" in again
+    assert "--pretrained and --no-pretrained contradict" in call(
+        "train", "--data", "digits", "--pretrained", "--no-pretrained", code=1
+    )
     assert "--resume and --no-resume contradict" in call(
         "train", *SMALL.split(), "--resume", "a", "--no-resume", code=1
     )

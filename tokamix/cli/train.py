@@ -49,12 +49,11 @@ def train(
         ),
     ] = None,
     pretrained: Annotated[
-        bool | None,
-        typer.Option(
-            help="Start from the model's pretrained weights. Default: not, but with few images and no --model, --recipe"
-            " or --checkpoint."
-        ),
-    ] = None,
+        bool, typer.Option("--pretrained", help="Start from the model's pretrained weights, of timm or this package.")
+    ] = False,
+    no_pretrained: Annotated[
+        bool, typer.Option("--no-pretrained", help="Start from scratch, also where images are few.")
+    ] = False,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
     workers: Annotated[
         int | None,
@@ -87,6 +86,8 @@ def train(
         shortcuts = {"epochs": epochs, "lr": lr, "batch_size": batch_size, "image_size": image_size, "seed": seed}
         if resume is not None and no_resume:
             raise ValueError("--resume and --no-resume contradict each other; use one of them")
+        if pretrained and no_pretrained:
+            raise ValueError("--pretrained and --no-pretrained contradict each other; use one of them")
         result = run(
             model,
             data,
@@ -95,7 +96,7 @@ def train(
             task=task,
             overrides=[*(set_ or ()), *(f"{key}={value}" for key, value in shortcuts.items() if value is not None)],
             checkpoint=checkpoint,
-            pretrained=pretrained,
+            pretrained=pretrained or (False if no_pretrained else None),
             resume=resume or not no_resume,
             device=device,
             workers=default_workers(device) if workers is None else workers,
