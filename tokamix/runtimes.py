@@ -100,7 +100,10 @@ class ExportedModel(nn.Module):
 
     def _fit(self, images: Tensor) -> Tensor:
         size, given = self.metadata["size"], tuple(images.shape[-2:])
-        if size is None or tuple(size) == given:
+        if size is None:
+            self._check_sides(given)
+            return images.float()
+        if tuple(size) == given:
             return images.float()
         height, width = size
         if self.metadata["inference"]["task"] == "classify" or given[0] > height or given[1] > width:
@@ -109,6 +112,16 @@ class ExportedModel(nn.Module):
                 f" --size {given[0]}x{given[1]} or --size dynamic"
             )
         return F.pad(images.float(), (0, width - given[1], 0, height - given[0]))
+
+    def _check_sides(self, given: tuple[int, ...]) -> None:
+        """Refuse sizes that the network refused: the graph would return numbers that mean nothing."""
+        multiple, smallest = (self.metadata.get(key, 1) for key in ("multiple", "smallest"))
+        if min(given) < smallest or any(side % multiple for side in given):
+            steps = f" that are multiples of {multiple}" * (multiple > 1)
+            raise ValueError(
+                f"{self.path} takes images with sides{steps} from {smallest} px on, got {given[0]}x{given[1]}; resize"
+                " the image"
+            )
 
 
 def load_exported(path: str | Path, device: str = "cpu", threads: int | None = None) -> ExportedModel:

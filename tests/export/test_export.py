@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -19,6 +20,7 @@ from tokamix.export import ExportReport, check, export, write
 from tokamix.export.light import OnnxPredictor
 from tokamix.export.triton import write_triton_config
 from tokamix.inference import InferenceConfig, load_model
+from tokamix.ops import dispatch
 from tokamix.predict import load_predictor
 from tokamix.runtimes import load_exported
 
@@ -101,7 +103,7 @@ def test_other_targets(to: str, tmp_path: Path) -> None:
     model = Small().eval()
     nn.init.normal_(model.norm.running_mean)
     report = export(model, tmp_path / f"m{write.SUFFIX[to]}", to=to, config=CONFIG, size="dynamic")
-    assert len(report.checks) == 3
+    assert len(report.checks) == 4
     file, images = load_exported(report.path), torch.randn(5, 3, 31, 45)
     torch.testing.assert_close(file(images), model(images).detach(), rtol=1e-4, atol=1e-5)
 
@@ -279,6 +281,74 @@ def test_models_of_one_size_are_not_exported_as_dynamic(tmp_path: Path) -> None:
     model = tokamix.create_model("deit_tiny_patch16_224", depth=1, embed_dim=24, num_heads=1, num_classes=2).eval()
     with pytest.raises(ValueError, match=r"does not take images of other sizes .* export it with --size 224"):
         export(model, tmp_path / "m.onnx", size="dynamic")
+
+
+class SidesOf8(Small):
+    """Refuses what its graph takes: sides under 16 px and sides that are not multiples of 8."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not dispatch.is_exporting() and (min(x.shape[2:]) < 16 or x.shape[2] % 8 or x.shape[3] % 8):
+            raise ValueError("the sides must be multiples of 8")
+        return super().forward(x)
+
+
+def test_sizes_that_the_network_refuses_are_refused_by_the_file(tmp_path: Path) -> None:
+    """The graph itself would return numbers that mean nothing."""
+    report = export(SidesOf8().eval(), tmp_path / "m.onnx", config=CONFIG, size="dynamic")
+    assert "sides that are multiples of 8 from 16 px on, any batch" in report.lines()[0]
+    assert [d.size for d in report.checks] == [(64, 96), (24, 24), (24, 40), (16, 16)]
+    file = load_exported(report.path)
+    assert file(torch.zeros(1, 3, 16, 40)).shape == (1, 3)
+    for size in ((8, 16), (16, 44)):
+        with pytest.raises(ValueError, match=rf"sides that are multiples of 8 from 16 px on, got {size[0]}x{size[1]}"):
+            file(torch.zeros(1, 3, *size))
+    anything = export(Small().eval(), tmp_path / "any.onnx", config=CONFIG, size="dynamic")
+    assert "any size from 3 px on" in anything.lines()[0], "the kernel is 3x3"
+
+
+def test_weights_and_outputs_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+    model = Small().eval()
+    model.head.weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"head\.weight has values that are NaN or infinite"):
+        export(model, tmp_path / "m.onnx", config=CONFIG, size=24)
+
+    class Overflow(Small):
+        def forward_intermediates(self, x: torch.Tensor, **_: object) -> list[torch.Tensor]:
+            return [self.conv(x), (self.conv(x) - 1e30).log()]
+
+    with pytest.raises(ValueError, match="the model itself gives NaN or infinite values for 1 image of 24x24"):
+        export(Overflow().eval(), tmp_path / "m.onnx", config=CONFIG, size=24, features=True)
+    with pytest.raises(ValueError, match=r"conv\.weight is on the meta device"):
+        export(Small().to("meta").eval(), tmp_path / "m.onnx", config=CONFIG, size=24)
+    good, bad = torch.ones(2), torch.full((2,), torch.nan)
+    assert not check.compare_outputs([good, good], [good, bad], "classify") <= 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_check_that_compares_no_detection_says_so() -> None:
+    def report(*found: int) -> str:
+        checks = [check.Difference((64, 64), 1, 0.0, n) for n in found]
+        return "\n".join(ExportReport(Path("m.onnx"), "onnx", "fp32", None, 1, 1, 1, checks, 1.0, 1.0).lines())
+
+    assert "1 x 64x64: nothing detected" in report(0)
+    assert "its boxes could not be compared" in report(0, 0)
+    assert "could not be compared" not in report(0, 7)
+
+    class FindsBlobs(nn.Module):
+        """Finds an object where neighbouring pixels are alike, never in noise."""
+
+        task, in_chans, preprocessing = "detect", 3, False
+
+        def example(self, size: tuple[int, int], batch: int) -> torch.Tensor:
+            return torch.randn(batch, 3, *size)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            score = ((x[..., 1:] - x[..., :-1]).abs().mean((1, 2, 3)) < 0.5).float()[:, None]
+            return torch.zeros(len(x), 1, 4), torch.zeros(len(x), 1, dtype=torch.int64), score
+
+    detector: Any = FindsBlobs()
+    assert not detector(detector.example((64, 96), 1))[2].any()
+    assert detector(check.draw_images(detector, (64, 96), 1))[2] == 1
 
 
 def test_count_exp_in_files(onnx_report: ExportReport, classifier_run: Path, tmp_path: Path) -> None:

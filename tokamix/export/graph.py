@@ -82,6 +82,7 @@ def create_graph(
 ) -> Graph:
     """Copy a network, fold its BatchNorms and wrap it for export."""
     check_plain(network)
+    check_finite(network)
     if features and not hasattr(network, "forward_intermediates"):
         raise ValueError(
             f"{type(network).__name__} has no feature maps; --features needs a classifier that supports"
@@ -93,6 +94,15 @@ def create_graph(
     for parameter in network.parameters():
         parameter.requires_grad_(False)
     return Graph(network, config, preprocessing, features, dtype).eval()
+
+
+def check_finite(network: nn.Module) -> None:
+    """Refuse weights that are NaN or infinite: a detector with such weights finds nothing, and seems to be right."""
+    for name, parameter in network.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on the meta device, which has no values; load the weights before the export")
+        if not torch.isfinite(parameter).all():
+            raise ValueError(f"{name} has values that are NaN or infinite; export weights from before the divergence")
 
 
 def check_plain(network: nn.Module) -> None:

@@ -16,13 +16,26 @@ from tokamix._construction import read_record
 from tokamix.cost import exp_nodes
 from tokamix.export.check import Difference, check_file
 from tokamix.export.graph import Graph, Size, check_plain, create_graph
-from tokamix.export.sizes import checked_cases, choose_batch, choose_size, find_multiple, set_size, traced_size
+from tokamix.export.sizes import (
+    checked_cases,
+    choose_batch,
+    choose_size,
+    find_multiple,
+    find_smallest,
+    set_size,
+    traced_size,
+)
 from tokamix.export.write import OPSETS, PRECISIONS, SUFFIX, WRITERS, move, quiet, written_files
 from tokamix.files import WriteError
 from tokamix.inference import InferenceConfig, load_model
 from tokamix.ops import dispatch
 
 Target = Literal["onnx", "openvino", "torch-export", "aoti", "executorch"]
+
+NOTHING_DETECTED = (
+    "the detector finds nothing in random images, so its boxes could not be compared; compare them on your own images:"
+    " `tokamix eval FILE --data DATA`"
+)
 
 
 @dataclass
@@ -34,6 +47,8 @@ class ExportReport:
     precision: str
     size: Size | None  # None: any
     batch: int | None  # None: any
+    multiple: int  # the sides of images are multiples of it, if they have any size
+    smallest: int  # side, likewise
     checks: list[Difference]
     megabytes: float
     seconds: float
@@ -43,14 +58,18 @@ class ExportReport:
 
     def lines(self) -> list[str]:
         """Describe the export in a few lines."""
-        size = "any size" if self.size is None else f"{self.size[0]}x{self.size[1]}"
+        steps = f"sides that are multiples of {self.multiple}" if self.multiple > 1 else "any size"
+        least = f" from {self.smallest} px on" if self.smallest > self.multiple else ""
+        size = steps + least if self.size is None else f"{self.size[0]}x{self.size[1]}"
         batch = "any batch" if self.batch is None else f"batch {self.batch}"
         graph = f", {self.nodes:,} nodes" if self.nodes else ""
-        tried = ", ".join(f"{d.batch} x {d.size[0]}x{d.size[1]}: {d.error:.0e}" for d in self.checks)
+        tried = ", ".join(f"{d.batch} x {d.size[0]}x{d.size[1]}: {_describe_error(d)}" for d in self.checks)
+        empty = bool(self.checks) and all(difference.detections == 0 for difference in self.checks)
         return [
             f"{self.path}: {self.target}, {self.precision}, {size}, {batch}, {self.megabytes:.1f} MB{graph}"
             f" ({self.seconds:.0f} s)",
             f"checked against PyTorch, relative difference: {tried}",
+            *([NOTHING_DETECTED] if empty else []),
             *self.notes,
         ]
 
@@ -124,20 +143,26 @@ def export(
         return trace(graph, shape, count, config, type(network).__name__, to)
 
     program = retrace(graph)
+    smallest = 1
+    if shape is None:  # torch.export may have specialised a program to feature maps of more than one cell
+        strict = to in ("torch-export", "aoti") and device == "cpu"
+        call = program.module() if strict else exact
+        smallest = find_smallest(call, lambda size: exact.example(size, count or 1), config, multiple)
     metadata: dict[str, Any] = {
         "tokamix": tokamix.__version__,
         "model": read_record(network)["name"] or type(network).__name__,
         "inference": config.to_dict(),
         "input": "uint8" if preprocessing else "float32",
         "size": None if shape is None else list(shape),
-        "multiple": multiple,
+        "multiple": multiple,  # of the sides of images, if any size
+        "smallest": smallest,  # side
         "batch": count,
         "outputs": graph.names(_run_once(exact, shape, config)),
         "features": features,
         "precision": precision,
         "device": device,
     }
-    report = ExportReport(path, to, precision, shape, count, [], 0.0, 0.0)
+    report = ExportReport(path, to, precision, shape, count, multiple, smallest, [], 0.0, 0.0)
     folder = _temporary_folder(path)
     try:
         file = folder / path.name
@@ -151,7 +176,7 @@ def export(
             report.metrics = {"fp32": int8.fp32, "int8": int8.int8, "drop": int8.drop, "kept": len(int8.kept)}
         else:
             WRITERS[to](program, file, metadata, opset)
-        report.checks = check_file(file, exact, checked_cases(shape, count, config, multiple), precision)
+        report.checks = check_file(file, exact, checked_cases(shape, count, config, multiple, smallest), precision)
         report.megabytes = sum(part.stat().st_size for part in written_files(file)) / 1e6
         if file.suffix == ".onnx":
             report.nodes = _count_nodes(file)
@@ -163,6 +188,10 @@ def export(
         shutil.rmtree(folder, ignore_errors=True)
     report.seconds = time.perf_counter() - start
     return report
+
+
+def _describe_error(difference: Difference) -> str:
+    return "nothing detected" if difference.detections == 0 else f"{difference.error:.0e}"
 
 
 def trace(
