@@ -16,7 +16,7 @@ from torch import nn
 import tokamix
 from tests.command import call
 from tests.train.tiny import tiny_data
-from tokamix.export import ExportReport, check, export, write
+from tokamix.export import ExportReport, check, export, light, write
 from tokamix.export.light import OnnxPredictor
 from tokamix.export.triton import write_triton_config
 from tokamix.inference import InferenceConfig, load_model
@@ -72,8 +72,6 @@ def test_predict_command(onnx_report: ExportReport, classifier_run: Path, photo:
 
 def test_light_runtime(onnx_report: ExportReport, classifier_run: Path, photo: Path) -> None:
     """The file that users copy needs neither torch nor tokamix, and agrees with `predict`."""
-    from tokamix.export import light
-
     source = Path(light.__file__).read_text()
     imported = {line.split()[1].split(".")[0] for line in source.splitlines() if line.startswith(("import", "from"))}
     assert imported == {"json", "math", "sys", "dataclasses", "pathlib", "typing", "numpy", "onnxruntime", "PIL"}
@@ -81,6 +79,63 @@ def test_light_runtime(onnx_report: ExportReport, classifier_run: Path, photo: P
     actual = OnnxPredictor(onnx_report.path)(photo)
     assert tuple(actual.names) == expected.names
     np.testing.assert_allclose(actual.scores, expected.scores, rtol=1e-4)
+
+
+def test_light_runtime_reads_images_as_predict_does(
+    onnx_report: ExportReport, photo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """16 bits, transparency, palettes and CMYK; of those that cannot be read, a line each and no traceback."""
+    image = Image.open(photo)
+    grey = image.convert("L")
+    clear = image.copy()
+    clear.putalpha(grey.point(lambda value: 255 * (value > 128)))
+    forms = {"a.png": clear, "p.png": image.convert("P"), "c.jpg": image.convert("CMYK"), "la.png": clear.convert("LA")}
+    forms["i.png"] = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
+    reference, light_predictor = load_predictor(onnx_report.path, "cpu"), OnnxPredictor(onnx_report.path)
+    for name, form in forms.items():
+        form.save(tmp_path / name)
+        expected, actual = reference(tmp_path / name), light_predictor(tmp_path / name)
+        np.testing.assert_allclose(actual.scores, expected.scores, rtol=1e-4, err_msg=name)
+    (tmp_path / "empty.jpg").write_text("")
+    (tmp_path / "bad.onnx").write_text("no graph")
+    assert light.main([str(onnx_report.path), str(tmp_path / "empty.jpg"), str(tmp_path), str(photo)]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{photo}: class")
+    assert err.count("error: ") == 2
+    for name, message in (("bad.onnx", "cannot be opened"), ("none.onnx", "there is no file")):
+        assert light.main([str(tmp_path / name), str(photo)]) == 1
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"features": True}, "holds a feature extractor"),
+        ({"size": [8, 12]}, "takes images of 8x12, but classifiers are given a square crop"),
+        ({"inference": {"test_flip": True}}, "a sliding window, several scales or flips, which need `tokamix predict`"),
+        ({"inference": {"mean": [0.5] * 4}}, "takes images of 4 channels; this script reads 1 or 3"),
+    ],
+)
+def test_light_runtime_refuses_what_it_cannot_predict(
+    changes: dict[str, Any], message: str, onnx_report: ExportReport, tmp_path: Path
+) -> None:
+    proto = onnx.load(str(onnx_report.path))
+    metadata = json.loads(proto.metadata_props[0].value)
+    metadata |= {**changes, "inference": metadata["inference"] | changes.get("inference", {})}
+    write.add_metadata(proto, metadata)
+    onnx.save(proto, str(tmp_path / "m.onnx"))
+    with pytest.raises(ValueError, match=message):
+        OnnxPredictor(tmp_path / "m.onnx")
+
+
+def test_light_runtime_takes_grey_images(photo: Path, tmp_path: Path) -> None:
+    model = Small().eval()
+    model.conv = nn.Conv2d(1, 4, 3)
+    config = CONFIG.replace(mean=(0.4,), std=(0.2,))
+    for preprocessing in (False, True):
+        path = export(model, tmp_path / "m.onnx", config=config, preprocessing=preprocessing).path
+        expected = load_predictor(path, "cpu")(photo)
+        np.testing.assert_allclose(OnnxPredictor(path)(photo).scores, expected.scores, rtol=1e-3)
 
 
 def test_preprocessing_inside(tmp_path: Path) -> None:
