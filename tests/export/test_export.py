@@ -268,6 +268,69 @@ def test_bad_input(classifier_run: Path, onnx_report: ExportReport, tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.onnx", "file"]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep_layers": 1}, "--keep-layers is for --precision int8, got fp32"),
+        ({"max_drop": 1.0}, "--max-drop is for --precision int8, got fp32"),
+        ({"attention": True}, "--int8-attention is for --precision int8, got fp32"),
+        ({"precision": "int8", "data": "x", "features": True}, "feature maps do not have; leave out --features"),
+        ({"precision": "int8", "data": "x", "max_drop": -1.0}, "max_drop and keep_layers must be 0 or more"),
+        (
+            {"precision": "int8", "data": "x", "to": "openvino", "attention": True},
+            "--int8-attention is for ONNX files, got --to openvino",
+        ),
+        (
+            {"precision": "int8", "data": "x", "to": "torch-export", "keep_layers": 2},
+            "--keep-layers is for ONNX and OpenVINO files",
+        ),
+        ({"to": "torch-export", "opset": 18}, "--opset is for ONNX and OpenVINO files, got --to torch-export"),
+        ({"to": "aoti", "device": "tpu"}, "device is 'tpu', but must be cpu or cuda"),
+        ({"model": "stvit_small"}, "model='stvit_small' is for a checkpoint file"),
+        ({"config": CONFIG.replace(class_names=("a", "b"))}, "the model has 3 classes, but the config names 2"),
+    ],
+)
+def test_options_without_effect_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    suffix = write.SUFFIX[options.get("to", "onnx")]
+    with pytest.raises(ValueError, match=message):
+        export(Small().eval(), tmp_path / f"m{suffix}", **{"config": CONFIG, "size": 24, **options})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning")
+def test_sources_that_cannot_be_exported(onnx_report: ExportReport, classifier_run: Path, tmp_path: Path) -> None:
+    target = tmp_path / "m.onnx"
+    assert "is an exported file; export the run" in call("export", onnx_report.path, "-o", target, code=1)
+    with pytest.raises(ValueError, match="config is for a model given as a module"):
+        export(classifier_run, target, config=CONFIG)
+    with pytest.raises(ValueError, match="the model is a TorchScript module; export the module that it was made from"):
+        export(torch.jit.trace(Small().eval(), torch.zeros(1, 3, 24, 24)), target, config=CONFIG)
+    text = call("export", classifier_run, "-o", target, "--triton", code=1)
+    assert "Triton needs a file REPOSITORY/NAME/1/model.onnx" in text
+    text = call("export", "stvit_small", "--untrained", "--model", "atmnet_tiny", "-o", target, code=1)
+    assert "--model is for a checkpoint file" in text
+    assert not list(tmp_path.iterdir()), "checked before the export, which may take minutes"
+
+
+def test_a_segmenter_as_a_module_is_exported_as_one(tmp_path: Path) -> None:
+    """Its task and number of classes are known without a config."""
+    torch.manual_seed(0)
+    shape = {"dims": (8, 8, 8, 8), "depths": (1, 1, 1, 1), "num_heads": (1, 1, 1, 1)}
+    model = tokamix.create_segmenter("semantic_fpn", "pyramid_tiny_softmax", 3, width=8, neck_width=8, **shape).eval()
+    report = export(model, tmp_path / "m.onnx", size=32)
+    _, config = load_model(report.path)
+    assert (config.task, config.class_names) == ("segment", ("0", "1", "2"))
+    assert load_predictor(report.path, "cpu")(np.zeros((20, 32, 3), np.uint8)).segmentation.shape == (20, 32)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    """torch.export's own writer ends the process there."""
+    program = torch.export.export(Small().eval(), (torch.zeros(1, 3, 24, 24),))
+    with pytest.raises(OSError, match="No space left"):
+        write.write_torch_export(program, Path("/dev/full"), {}, 20)
+
+
 def hooked(model: nn.Module) -> nn.Module:
     model.conv.register_forward_hook(lambda *_: None)
     return model

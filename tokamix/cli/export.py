@@ -65,6 +65,12 @@ def export(
                 raise ValueError(f"{option} is for ONNX files, got --to {to}")
         from tokamix.export import export as run
 
+        if triton:
+            from tokamix.export.triton import check_triton_path
+
+            check_triton_path(output or Path("model.onnx"))
+        if untrained and model is not None:
+            raise ValueError("--model is for a checkpoint file; with --untrained, SOURCE names the architecture")
         network: Any = source
         if untrained:
             from tokamix.models import create_model

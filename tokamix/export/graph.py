@@ -109,6 +109,8 @@ def check_plain(network: nn.Module) -> None:
     """Refuse wrappers and hooks, which an exported graph would silently contain or lose."""
     for name, module in network.named_modules():
         where = name or "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"{where} is a TorchScript module; export the module that it was made from")
         if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None):
             raise ValueError(f"{where} is compiled; export the model as it was before torch.compile")
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):

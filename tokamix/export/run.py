@@ -14,6 +14,8 @@ from torch.export import Dim, ExportedProgram
 import tokamix
 from tokamix._construction import read_record
 from tokamix.cost import exp_nodes
+from tokamix.dense.detector import Detector
+from tokamix.dense.segmenter import Segmenter
 from tokamix.export.check import Difference, check_file
 from tokamix.export.graph import Graph, Size, check_plain, create_graph
 from tokamix.export.sizes import (
@@ -25,12 +27,14 @@ from tokamix.export.sizes import (
     set_size,
     traced_size,
 )
-from tokamix.export.write import OPSETS, PRECISIONS, SUFFIX, WRITERS, move, quiet, written_files
+from tokamix.export.write import OPSET, OPSETS, PRECISIONS, SUFFIX, WRITERS, move, quiet, written_files
 from tokamix.files import WriteError
 from tokamix.inference import InferenceConfig, load_model
 from tokamix.ops import dispatch
+from tokamix.runtimes import is_exported
 
 Target = Literal["onnx", "openvino", "torch-export", "aoti", "executorch"]
+MAX_DROP = 0.5  # points of accuracy
 
 NOTHING_DETECTED = (
     "the detector finds nothing in random images, so its boxes could not be compared; compare them on your own images:"
@@ -84,12 +88,12 @@ def export(
     precision: Literal["fp32", "fp16", "bf16", "int8"] = "fp32",
     preprocessing: bool = False,
     features: bool = False,
-    opset: int = 20,
+    opset: int = OPSET,
     model: str | None = None,
     config: InferenceConfig | None = None,
     data: Any = None,
     keep_layers: int | None = None,
-    max_drop: float = 0.5,
+    max_drop: float = MAX_DROP,
     attention: bool = False,
     device: Literal["cpu", "cuda"] = "cpu",
 ) -> ExportReport:
@@ -119,13 +123,10 @@ def export(
         device: that "aoti" compiles for; files of the other targets are not bound to a device.
     """
     _check_options(to, precision, opset, data, device)
+    _check_int8_options(to, precision, features, keep_layers, max_drop, attention)
     start = time.perf_counter()
-    if isinstance(source, nn.Module):
-        check_plain(source)
-        network, config = source, config or InferenceConfig.from_model(source)
-    else:
-        network, config = load_model(source, model=model)
     path = _output_path(output, source, to)
+    network, config = _load(source, model, config)
     shape = choose_size(size, config)
     count = choose_batch(batch, shape, config)
     config = config if shape is None else set_size(config, shape)
@@ -221,16 +222,65 @@ def _check_options(to: str, precision: str, opset: int, data: Any, device: str) 
         raise ValueError(f"cannot export to {to!r}; choose one of {', '.join(SUFFIX)}")
     if precision not in PRECISIONS[to]:
         raise ValueError(f"{to} files cannot be {precision}; choose one of {', '.join(PRECISIONS[to])}")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}, but must be cpu or cuda")
     if device != "cpu" and to != "aoti":
         raise ValueError(f"--device {device} is for --to aoti, which compiles for one device, got --to {to}")
     if device != "cpu" and not torch.cuda.is_available():
         raise ValueError("--device cuda needs a GPU, and torch finds none")
+    if opset != OPSET and to not in ("onnx", "openvino"):
+        raise ValueError(f"--opset is for ONNX and OpenVINO files, got --to {to}; leave it out")
     if opset not in OPSETS:
         raise ValueError(f"opset {opset} is not supported; choose {OPSETS.start} to {OPSETS.stop - 1}")
     if precision == "int8" and data is None:
         raise ValueError("int8 needs images to calibrate on and to measure the accuracy; name a data set with --data")
     if precision != "int8" and data is not None:
         raise ValueError(f"--data is for --precision int8, got {precision}; leave it out")
+
+
+def _check_int8_options(
+    to: str, precision: str, features: bool, keep_layers: int | None, max_drop: float, attention: bool
+) -> None:
+    if precision == "int8" and features:
+        raise ValueError("int8 is judged by its accuracy, which feature maps do not have; leave out --features")
+    if precision != "int8" and (keep_layers is not None or attention or max_drop != MAX_DROP):
+        option = "--keep-layers" if keep_layers is not None else "--int8-attention" if attention else "--max-drop"
+        raise ValueError(f"{option} is for --precision int8, got {precision}; leave it out")
+    if attention and to != "onnx":
+        raise ValueError(f"--int8-attention is for ONNX files, got --to {to}; leave it out")
+    if keep_layers and to == "torch-export":
+        raise ValueError("--keep-layers is for ONNX and OpenVINO files; torch-export has int8 weights only")
+    if max_drop < 0 or (keep_layers or 0) < 0:
+        raise ValueError(f"max_drop and keep_layers must be 0 or more, got {max_drop} and {keep_layers}")
+
+
+def _load(
+    source: str | Path | nn.Module, model: str | None, config: InferenceConfig | None
+) -> tuple[Any, InferenceConfig]:
+    """The network to export and its config."""
+    if not isinstance(source, nn.Module):
+        if config is not None:
+            raise ValueError(f"config is for a model given as a module; {source} has its own")
+        if is_exported(source):
+            raise ValueError(f"{source} is an exported file; export the run or checkpoint that it was made from")
+        return load_model(source, model=model)
+    if model is not None:
+        raise ValueError(f"model={model!r} is for a checkpoint file; leave it out for a module")
+    check_plain(source)
+    config = config or _default_config(source)
+    count = getattr(source, "num_classes", None)
+    if count is not None and count != config.num_classes:
+        raise ValueError(f"the model has {count} classes, but the config names {config.num_classes}")
+    return source, config
+
+
+def _default_config(network: Any) -> InferenceConfig:
+    if isinstance(network, Detector | Segmenter):
+        task: Any = "detect" if isinstance(network, Detector) else "segment"
+        names = tuple(map(str, range(network.num_classes)))
+        ids = tuple(range(1, network.num_classes + 1)) if task == "detect" else ()
+        return InferenceConfig.from_model(network.backbone.body, names, task=task, category_ids=ids)
+    return InferenceConfig.from_model(network)
 
 
 def _output_path(output: str | Path | None, source: Any, to: str) -> Path:

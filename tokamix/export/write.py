@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,7 +27,7 @@ PRECISIONS = {
     "aoti": ("fp32", "bf16"),
     "executorch": ("fp32",),
 }
-OPSETS = range(18, 24)
+OPSETS, OPSET = range(18, 24), 20
 SCOPES = "pkg.torch.onnx.name_scopes"  # where the exporter writes the modules of a node
 FOLDED_VALUES = 2**24  # the largest constant that is computed while exporting
 Metadata = dict[str, Any]
@@ -138,8 +138,10 @@ def save_openvino(model: Any, path: Path, metadata: Metadata) -> None:
 
 
 def write_torch_export(program: ExportedProgram, path: Path, metadata: Metadata, opset: int) -> None:
-    """Write torch.export's archive."""
-    torch.export.save(program, path, extra_files={METADATA_KEY: json.dumps(metadata)})
+    """Write torch.export's archive, by way of memory: on a full disk, its own writer ends the process."""
+    archive = BytesIO()
+    torch.export.save(program, archive, extra_files={METADATA_KEY: json.dumps(metadata)})
+    path.write_bytes(archive.getvalue())
 
 
 def write_aoti(program: ExportedProgram, path: Path, metadata: Metadata, opset: int) -> None:
