@@ -324,11 +324,24 @@ def test_a_segmenter_as_a_module_is_exported_as_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
-    """torch.export's own writer ends the process there."""
+def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writers of PyTorch and AOTInductor end the process there."""
+
+    def compile_to(program: object, *, package_path: Any, inductor_configs: dict[str, Any]) -> None:
+        package_path.write(b"package")
+
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", compile_to)
     program = torch.export.export(Small().eval(), (torch.zeros(1, 3, 24, 24),))
-    with pytest.raises(OSError, match="No space left"):
-        write.write_torch_export(program, Path("/dev/full"), {}, 20)
+    for save in (write.write_torch_export, write.write_aoti):
+        with pytest.raises(OSError, match="No space left"):
+            save(program, Path("/dev/full"), {}, 20)
+
+    def save_model(*_: object, **__: object) -> None:
+        raise RuntimeError("basic_ios::clear: iostream error")
+
+    monkeypatch.setattr("openvino.save_model", save_model)
+    with pytest.raises(OSError, match=r"cannot write .*m\.xml: OpenVINO fails to write its files .*is the disk full"):
+        export(Small().eval(), tmp_path / "m.xml", to="openvino", config=CONFIG, size=24)
 
 
 def hooked(model: nn.Module) -> nn.Module:

@@ -132,9 +132,11 @@ def to_openvino(program: ExportedProgram, outputs: Sequence[str], opset: int) ->
 def save_openvino(model: Any, path: Path, metadata: Metadata) -> None:
     """Save an OpenVINO model with its metadata."""
     model.set_rt_info(json.dumps(metadata), [METADATA_KEY])
-    require("openvino", "export to OpenVINO").save_model(
-        model, str(path), compress_to_fp16=metadata["precision"] == "fp16"
-    )
+    openvino = require("openvino", "export to OpenVINO")
+    try:
+        openvino.save_model(model, str(path), compress_to_fp16=metadata["precision"] == "fp16")
+    except RuntimeError as error:  # OpenVINO does not say why
+        raise OSError(f"OpenVINO fails to write its files ({error}); is the disk full?") from error
 
 
 def write_torch_export(program: ExportedProgram, path: Path, metadata: Metadata, opset: int) -> None:
@@ -148,8 +150,10 @@ def write_aoti(program: ExportedProgram, path: Path, metadata: Metadata, opset: 
     """Compile a program with AOTInductor, for this machine's kind of CPU or GPU."""
     options = {"aot_inductor.metadata": {METADATA_KEY: json.dumps(metadata)}}
     _give_defaults_to_cant_split()
+    archive: Any = BytesIO()  # on a full disk, PyTorch's own writer ends the process
     with quiet():
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+        torch._inductor.aoti_compile_and_package(program, package_path=archive, inductor_configs=options)
+    path.write_bytes(archive.getvalue())
 
 
 def _give_defaults_to_cant_split() -> None:
