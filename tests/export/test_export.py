@@ -128,6 +128,18 @@ def test_light_runtime_refuses_what_it_cannot_predict(
         OnnxPredictor(tmp_path / "m.onnx")
 
 
+def test_light_runtime_says_that_nothing_was_found(
+    onnx_report: ExportReport, photo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predictor = OnnxPredictor(onnx_report.path)
+    predictor.config = {**predictor.config, "task": "detect", "score_threshold": 0.3}
+    empty = {"boxes": np.zeros((1, 4)), "labels": np.zeros(1, np.int64), "scores": np.zeros(1)}
+    outputs = {name: value[None] for name, value in {**empty, "masks": np.zeros((1, 28, 28))}.items()}
+    monkeypatch.setattr(predictor, "_run", lambda pixels: outputs)
+    found = predictor(photo)
+    assert (str(found), found.boxes.shape, found.masks.shape) == ("nothing", (0, 4), (0, 90, 120))
+
+
 def test_light_runtime_takes_grey_images(photo: Path, tmp_path: Path) -> None:
     model = Small().eval()
     model.conv = nn.Conv2d(1, 4, 3)

@@ -42,6 +42,8 @@ class Result:
     def __str__(self) -> str:
         if self.segmentation is not None or self.scores is None:
             return ", ".join(self.names)
+        if not self.names:
+            return "nothing"
         return ", ".join(f"{name} {100 * score:.1f} %" for name, score in zip(self.names, self.scores, strict=True))
 
 
@@ -171,7 +173,8 @@ class OnnxPredictor:
         boxes, labels = outputs["boxes"][0][kept] * scale, outputs["labels"][0][kept]
         masks = None
         if "masks" in outputs:
-            masks = np.array([_paste(m, b, size) for m, b in zip(outputs["masks"][0][kept], boxes, strict=True)])
+            pasted = [_paste(m, b, size) for m, b in zip(outputs["masks"][0][kept], boxes, strict=True)]
+            masks = np.array(pasted, bool).reshape(len(boxes), size[1], size[0])
         names = [self.config["class_names"][i] for i in labels]
         return Result(names, outputs["scores"][0][kept], labels, boxes, masks)
 
