@@ -468,6 +468,13 @@ def test_weights_and_outputs_that_are_not_numbers_are_refused(tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
+def test_a_classifier_for_images_that_are_not_square(tmp_path: Path) -> None:
+    """predict crops squares: the export says so, and not predict alone."""
+    report = export(Small().eval(), tmp_path / "m.onnx", config=CONFIG, size=(24, 32))
+    assert any("crop squares, so they do not take this file" in line for line in report.lines())
+    assert load_exported(report.path)(torch.zeros(1, 3, 24, 32)).shape == (1, 3)
+
+
 def test_a_check_that_compares_no_detection_says_so() -> None:
     def report(*found: int) -> str:
         checks = [check.Difference((64, 64), 1, 0.0, n) for n in found]

@@ -21,7 +21,9 @@ def export(
     size: Annotated[
         str | None, typer.Option(help="224, 192x256 or dynamic. Default: a classifier's own, otherwise dynamic.")
     ] = None,
-    batch: Annotated[str | None, typer.Option(help="Images of one call, or dynamic. Default: 1.")] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="Images of one call, or dynamic. Default: 1; dynamic with --size dynamic.")
+    ] = None,
     precision: Annotated[
         Literal["fp32", "fp16", "bf16", "int8"],
         typer.Option(help="Type of weights and activations; int8 needs --data."),

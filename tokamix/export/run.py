@@ -41,6 +41,8 @@ NOTHING_DETECTED = (
     " `tokamix eval FILE --data DATA`"
 )
 
+NOT_SQUARE = "`tokamix predict` and `tokamix eval` crop squares, so they do not take this file; call it yourself"
+
 
 @dataclass
 class ExportReport:
@@ -164,6 +166,8 @@ def export(
         "device": device,
     }
     report = ExportReport(path, to, precision, shape, count, multiple, smallest, [], 0.0, 0.0)
+    if config.task == "classify" and shape is not None and shape[0] != shape[1] and not features:
+        report.notes.append(NOT_SQUARE)
     folder = _temporary_folder(path)
     try:
         file = folder / path.name
