@@ -356,6 +356,17 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
         export(Small().eval(), tmp_path / "m.xml", to="openvino", config=CONFIG, size=24)
 
 
+@pytest.mark.parametrize("text", ["not JSON", "[1]", "3", "{}"])
+def test_metadata_of_other_programs(text: str, tmp_path: Path) -> None:
+    report = export(Small().eval(), tmp_path / "m.xml", to="openvino", config=CONFIG, size=24)
+    openvino = pytest.importorskip("openvino")
+    model = openvino.Core().read_model(str(report.path))
+    model.set_rt_info(text, ["tokamix"])
+    openvino.save_model(model, str(tmp_path / "other.xml"))
+    with pytest.raises(ValueError, match=r"other\.xml does not say how to preprocess images"):
+        load_exported(tmp_path / "other.xml")
+
+
 def hooked(model: nn.Module) -> nn.Module:
     model.conv.register_forward_hook(lambda *_: None)
     return model
