@@ -100,7 +100,10 @@ class ExportedModel(nn.Module):
 
     def _fit(self, images: Tensor) -> Tensor:
         size, given = self.metadata["size"], tuple(images.shape[-2:])
-        if size is None or tuple(size) == given:
+        if size is None:
+            self._check_sides(given)
+            return images.float()
+        if tuple(size) == given:
             return images.float()
         height, width = size
         if self.metadata["inference"]["task"] == "classify" or given[0] > height or given[1] > width:
@@ -109,6 +112,16 @@ class ExportedModel(nn.Module):
                 f" --size {given[0]}x{given[1]} or --size dynamic"
             )
         return F.pad(images.float(), (0, width - given[1], 0, height - given[0]))
+
+    def _check_sides(self, given: tuple[int, ...]) -> None:
+        """Refuse sizes that the network refused: the graph would return numbers that mean nothing."""
+        multiple, smallest = (self.metadata.get(key, 1) for key in ("multiple", "smallest"))
+        if min(given) < smallest or any(side % multiple for side in given):
+            steps = f" that are multiples of {multiple}" * (multiple > 1)
+            raise ValueError(
+                f"{self.path} takes images with sides{steps} from {smallest} px on, got {given[0]}x{given[1]}; resize"
+                " the image"
+            )
 
 
 def load_exported(path: str | Path, device: str = "cpu", threads: int | None = None) -> ExportedModel:
@@ -124,15 +137,21 @@ def load_exported(path: str | Path, device: str = "cpu", threads: int | None = N
         raise FileNotFoundError(f"there is no exported model {path}")
     opener = {".onnx": _open_onnx, ".xml": _open_openvino, ".pt2": _open_pt2, ".pte": _open_executorch}[path.suffix]
     run, text = opener(path, device, threads or torch.get_num_threads())
-    try:
-        metadata = json.loads(text) if text else {}
-    except json.JSONDecodeError:
-        metadata = {}
+    metadata = _read_metadata(text)
     if "inference" not in metadata:
         raise ValueError(
             f"{path} does not say how to preprocess images and what its classes are; write it with `tokamix export`"
         )
     return ExportedModel(run, metadata, path)
+
+
+def _read_metadata(text: str) -> dict[str, Any]:
+    """The metadata of `tokamix.export`; {} if there are none, or those of another program under our key."""
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError:
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def _open_onnx(path: Path, device: str, threads: int) -> tuple[Run, str]:
@@ -161,7 +180,7 @@ def _open_openvino(path: Path, device: str, threads: int) -> tuple[Run, str]:
     with _damaged(path):
         model = core.read_model(str(path))
     text = str(model.get_rt_info([METADATA_KEY]).astype(str)) if model.has_rt_info([METADATA_KEY]) else ""
-    precision = json.loads(text)["precision"] if text else "fp32"
+    precision = _read_metadata(text).get("precision", "fp32")
     # what is not quantised in an int8 file runs in bf16 if the processor has it: 1.2x as fast for AMixer
     capable = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     half = precision == "bf16" or (precision == "int8" and capable)
@@ -183,7 +202,7 @@ def _open_pt2(path: Path, device: str, threads: int) -> tuple[Run, str]:
         with _damaged(path):
             package = torch._inductor.aoti_load_package(str(path))
         text = package.get_metadata().get(METADATA_KEY, "")
-        device = json.loads(text).get("device", "cpu") if text else "cpu"
+        device = _read_metadata(text).get("device", "cpu")
         call: Any = package
     else:
         extra = {METADATA_KEY: ""}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import nn
 
@@ -160,6 +161,30 @@ def test_pick(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "deit_small_sima" not in [name for name, _ in measured]
     out = call("pick", "--budget-ms", "5", *options, code=1)
     assert "nothing keeps 5 ms: the fastest is deit_small_sima in eager with 20.0 ms" in out
+
+
+def test_pick_keeps_to_the_runtimes_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager mode is measured first in any case, but not recommended unless it is named."""
+    monkeypatch.setattr(
+        pick, "measure_runtimes", lambda models, *_: iter(rows_of(models[0], {"eager": 5.0, "onnx": 40.0}))
+    )
+    options = ("--models", "stvit_small", "--runtime", "onnx", "--device", "cpu")
+    assert "stvit_small in onnx: 40.0 ms of 50" in call("pick", "--budget-ms", "50", *options)
+    out = call("pick", "--budget-ms", "10", *options, code=1)
+    assert "nothing keeps 10 ms: the fastest is stvit_small in onnx with 40.0 ms" in out
+    assert "the budget is nan ms" in call("pick", "--budget-ms", "nan", *options, code=1)
+
+
+def test_sizes_that_a_model_does_not_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other models are measured; if there are none, one sentence."""
+    monkeypatch.setattr(runtimes, "create_for_size", lambda name, size: timm.create_model(name).eval())
+    logged: list[str] = []
+    models = ["test_vit", "test_resnet"]
+    rows = list(runtimes.measure_runtimes(models, [50], [1], ["eager"], "cpu", 0.0, logged.append))
+    assert [row.model for row in rows] == ["test_resnet"]
+    assert logged[0].startswith("test_vit 50 px: FAILED, the model does not take this size: Input height (50)")
+    text = call("bench", "test_vit", "--sizes", "50", "--runtime", "eager", "--device", "cpu", "-o", tmp_path, code=1)
+    assert "error: all measurements failed; nothing is written" in text
 
 
 def test_candidates() -> None:

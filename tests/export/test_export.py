@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,10 +16,11 @@ from torch import nn
 import tokamix
 from tests.command import call
 from tests.train.tiny import tiny_data
-from tokamix.export import ExportReport, check, export, write
+from tokamix.export import ExportReport, check, export, light, write
 from tokamix.export.light import OnnxPredictor
 from tokamix.export.triton import write_triton_config
 from tokamix.inference import InferenceConfig, load_model
+from tokamix.ops import dispatch
 from tokamix.predict import load_predictor
 from tokamix.runtimes import load_exported
 
@@ -70,8 +72,6 @@ def test_predict_command(onnx_report: ExportReport, classifier_run: Path, photo:
 
 def test_light_runtime(onnx_report: ExportReport, classifier_run: Path, photo: Path) -> None:
     """The file that users copy needs neither torch nor tokamix, and agrees with `predict`."""
-    from tokamix.export import light
-
     source = Path(light.__file__).read_text()
     imported = {line.split()[1].split(".")[0] for line in source.splitlines() if line.startswith(("import", "from"))}
     assert imported == {"json", "math", "sys", "dataclasses", "pathlib", "typing", "numpy", "onnxruntime", "PIL"}
@@ -79,6 +79,75 @@ def test_light_runtime(onnx_report: ExportReport, classifier_run: Path, photo: P
     actual = OnnxPredictor(onnx_report.path)(photo)
     assert tuple(actual.names) == expected.names
     np.testing.assert_allclose(actual.scores, expected.scores, rtol=1e-4)
+
+
+def test_light_runtime_reads_images_as_predict_does(
+    onnx_report: ExportReport, photo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """16 bits, transparency, palettes and CMYK; of those that cannot be read, a line each and no traceback."""
+    image = Image.open(photo)
+    grey = image.convert("L")
+    clear = image.copy()
+    clear.putalpha(grey.point(lambda value: 255 * (value > 128)))
+    forms = {"a.png": clear, "p.png": image.convert("P"), "c.jpg": image.convert("CMYK"), "la.png": clear.convert("LA")}
+    forms["i.png"] = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
+    reference, light_predictor = load_predictor(onnx_report.path, "cpu"), OnnxPredictor(onnx_report.path)
+    for name, form in forms.items():
+        form.save(tmp_path / name)
+        expected, actual = reference(tmp_path / name), light_predictor(tmp_path / name)
+        np.testing.assert_allclose(actual.scores, expected.scores, rtol=1e-4, err_msg=name)
+    (tmp_path / "empty.jpg").write_text("")
+    (tmp_path / "bad.onnx").write_text("no graph")
+    assert light.main([str(onnx_report.path), str(tmp_path / "empty.jpg"), str(tmp_path), str(photo)]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{photo}: class")
+    assert err.count("error: ") == 2
+    for name, message in (("bad.onnx", "cannot be opened"), ("none.onnx", "there is no file")):
+        assert light.main([str(tmp_path / name), str(photo)]) == 1
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"features": True}, "holds a feature extractor"),
+        ({"size": [8, 12]}, "takes images of 8x12, but classifiers are given a square crop"),
+        ({"inference": {"test_flip": True}}, "a sliding window, several scales or flips, which need `tokamix predict`"),
+        ({"inference": {"mean": [0.5] * 4}}, "takes images of 4 channels; this script reads 1 or 3"),
+    ],
+)
+def test_light_runtime_refuses_what_it_cannot_predict(
+    changes: dict[str, Any], message: str, onnx_report: ExportReport, tmp_path: Path
+) -> None:
+    proto = onnx.load(str(onnx_report.path))
+    metadata = json.loads(proto.metadata_props[0].value)
+    metadata |= {**changes, "inference": metadata["inference"] | changes.get("inference", {})}
+    write.add_metadata(proto, metadata)
+    onnx.save(proto, str(tmp_path / "m.onnx"))
+    with pytest.raises(ValueError, match=message):
+        OnnxPredictor(tmp_path / "m.onnx")
+
+
+def test_light_runtime_says_that_nothing_was_found(
+    onnx_report: ExportReport, photo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predictor = OnnxPredictor(onnx_report.path)
+    predictor.config = {**predictor.config, "task": "detect", "score_threshold": 0.3}
+    empty = {"boxes": np.zeros((1, 4)), "labels": np.zeros(1, np.int64), "scores": np.zeros(1)}
+    outputs = {name: value[None] for name, value in {**empty, "masks": np.zeros((1, 28, 28))}.items()}
+    monkeypatch.setattr(predictor, "_run", lambda pixels: outputs)
+    found = predictor(photo)
+    assert (str(found), found.boxes.shape, found.masks.shape) == ("nothing", (0, 4), (0, 90, 120))
+
+
+def test_light_runtime_takes_grey_images(photo: Path, tmp_path: Path) -> None:
+    model = Small().eval()
+    model.conv = nn.Conv2d(1, 4, 3)
+    config = CONFIG.replace(mean=(0.4,), std=(0.2,))
+    for preprocessing in (False, True):
+        path = export(model, tmp_path / "m.onnx", config=config, preprocessing=preprocessing).path
+        expected = load_predictor(path, "cpu")(photo)
+        np.testing.assert_allclose(OnnxPredictor(path)(photo).scores, expected.scores, rtol=1e-3)
 
 
 def test_preprocessing_inside(tmp_path: Path) -> None:
@@ -101,7 +170,7 @@ def test_other_targets(to: str, tmp_path: Path) -> None:
     model = Small().eval()
     nn.init.normal_(model.norm.running_mean)
     report = export(model, tmp_path / f"m{write.SUFFIX[to]}", to=to, config=CONFIG, size="dynamic")
-    assert len(report.checks) == 3
+    assert len(report.checks) == 4
     file, images = load_exported(report.path), torch.randn(5, 3, 31, 45)
     torch.testing.assert_close(file(images), model(images).detach(), rtol=1e-4, atol=1e-5)
 
@@ -211,6 +280,93 @@ def test_bad_input(classifier_run: Path, onnx_report: ExportReport, tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.onnx", "file"]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep_layers": 1}, "--keep-layers is for --precision int8, got fp32"),
+        ({"max_drop": 1.0}, "--max-drop is for --precision int8, got fp32"),
+        ({"attention": True}, "--int8-attention is for --precision int8, got fp32"),
+        ({"precision": "int8", "data": "x", "features": True}, "feature maps do not have; leave out --features"),
+        ({"precision": "int8", "data": "x", "max_drop": -1.0}, "max_drop and keep_layers must be 0 or more"),
+        (
+            {"precision": "int8", "data": "x", "to": "openvino", "attention": True},
+            "--int8-attention is for ONNX files, got --to openvino",
+        ),
+        (
+            {"precision": "int8", "data": "x", "to": "torch-export", "keep_layers": 2},
+            "--keep-layers is for ONNX and OpenVINO files",
+        ),
+        ({"to": "torch-export", "opset": 18}, "--opset is for ONNX and OpenVINO files, got --to torch-export"),
+        ({"to": "aoti", "device": "tpu"}, "device is 'tpu', but must be cpu or cuda"),
+        ({"model": "stvit_small"}, "model='stvit_small' is for a checkpoint file"),
+        ({"config": CONFIG.replace(class_names=("a", "b"))}, "the model has 3 classes, but the config names 2"),
+    ],
+)
+def test_options_without_effect_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    suffix = write.SUFFIX[options.get("to", "onnx")]
+    with pytest.raises(ValueError, match=message):
+        export(Small().eval(), tmp_path / f"m{suffix}", **{"config": CONFIG, "size": 24, **options})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning")
+def test_sources_that_cannot_be_exported(onnx_report: ExportReport, classifier_run: Path, tmp_path: Path) -> None:
+    target = tmp_path / "m.onnx"
+    assert "is an exported file; export the run" in call("export", onnx_report.path, "-o", target, code=1)
+    with pytest.raises(ValueError, match="config is for a model given as a module"):
+        export(classifier_run, target, config=CONFIG)
+    with pytest.raises(ValueError, match="the model is a TorchScript module; export the module that it was made from"):
+        export(torch.jit.trace(Small().eval(), torch.zeros(1, 3, 24, 24)), target, config=CONFIG)
+    text = call("export", classifier_run, "-o", target, "--triton", code=1)
+    assert "Triton needs a file REPOSITORY/NAME/1/model.onnx" in text
+    text = call("export", "stvit_small", "--untrained", "--model", "atmnet_tiny", "-o", target, code=1)
+    assert "--model is for a checkpoint file" in text
+    assert not list(tmp_path.iterdir()), "checked before the export, which may take minutes"
+
+
+def test_a_segmenter_as_a_module_is_exported_as_one(tmp_path: Path) -> None:
+    """Its task and number of classes are known without a config."""
+    torch.manual_seed(0)
+    shape = {"dims": (8, 8, 8, 8), "depths": (1, 1, 1, 1), "num_heads": (1, 1, 1, 1)}
+    model = tokamix.create_segmenter("semantic_fpn", "pyramid_tiny_softmax", 3, width=8, neck_width=8, **shape).eval()
+    report = export(model, tmp_path / "m.onnx", size=32)
+    _, config = load_model(report.path)
+    assert (config.task, config.class_names) == ("segment", ("0", "1", "2"))
+    assert load_predictor(report.path, "cpu")(np.zeros((20, 32, 3), np.uint8)).segmentation.shape == (20, 32)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writers of PyTorch and AOTInductor end the process there."""
+
+    def compile_to(program: object, *, package_path: Any, inductor_configs: dict[str, Any]) -> None:
+        package_path.write(b"package")
+
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", compile_to)
+    program = torch.export.export(Small().eval(), (torch.zeros(1, 3, 24, 24),))
+    for save in (write.write_torch_export, write.write_aoti):
+        with pytest.raises(OSError, match="No space left"):
+            save(program, Path("/dev/full"), {}, 20)
+
+    def save_model(*_: object, **__: object) -> None:
+        raise RuntimeError("basic_ios::clear: iostream error")
+
+    monkeypatch.setattr("openvino.save_model", save_model)
+    with pytest.raises(OSError, match=r"cannot write .*m\.xml: OpenVINO fails to write its files .*is the disk full"):
+        export(Small().eval(), tmp_path / "m.xml", to="openvino", config=CONFIG, size=24)
+
+
+@pytest.mark.parametrize("text", ["not JSON", "[1]", "3", "{}"])
+def test_metadata_of_other_programs(text: str, tmp_path: Path) -> None:
+    report = export(Small().eval(), tmp_path / "m.xml", to="openvino", config=CONFIG, size=24)
+    openvino = pytest.importorskip("openvino")
+    model = openvino.Core().read_model(str(report.path))
+    model.set_rt_info(text, ["tokamix"])
+    openvino.save_model(model, str(tmp_path / "other.xml"))
+    with pytest.raises(ValueError, match=r"other\.xml does not say how to preprocess images"):
+        load_exported(tmp_path / "other.xml")
+
+
 def hooked(model: nn.Module) -> nn.Module:
     model.conv.register_forward_hook(lambda *_: None)
     return model
@@ -279,6 +435,81 @@ def test_models_of_one_size_are_not_exported_as_dynamic(tmp_path: Path) -> None:
     model = tokamix.create_model("deit_tiny_patch16_224", depth=1, embed_dim=24, num_heads=1, num_classes=2).eval()
     with pytest.raises(ValueError, match=r"does not take images of other sizes .* export it with --size 224"):
         export(model, tmp_path / "m.onnx", size="dynamic")
+
+
+class SidesOf8(Small):
+    """Refuses what its graph takes: sides under 16 px and sides that are not multiples of 8."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not dispatch.is_exporting() and (min(x.shape[2:]) < 16 or x.shape[2] % 8 or x.shape[3] % 8):
+            raise ValueError("the sides must be multiples of 8")
+        return super().forward(x)
+
+
+def test_sizes_that_the_network_refuses_are_refused_by_the_file(tmp_path: Path) -> None:
+    """The graph itself would return numbers that mean nothing."""
+    report = export(SidesOf8().eval(), tmp_path / "m.onnx", config=CONFIG, size="dynamic")
+    assert "sides that are multiples of 8 from 16 px on, any batch" in report.lines()[0]
+    assert [d.size for d in report.checks] == [(64, 96), (24, 24), (24, 40), (16, 16)]
+    file = load_exported(report.path)
+    assert file(torch.zeros(1, 3, 16, 40)).shape == (1, 3)
+    for size in ((8, 16), (16, 44)):
+        with pytest.raises(ValueError, match=rf"sides that are multiples of 8 from 16 px on, got {size[0]}x{size[1]}"):
+            file(torch.zeros(1, 3, *size))
+    anything = export(Small().eval(), tmp_path / "any.onnx", config=CONFIG, size="dynamic")
+    assert "any size from 3 px on" in anything.lines()[0], "the kernel is 3x3"
+
+
+def test_weights_and_outputs_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+    model = Small().eval()
+    model.head.weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"head\.weight has values that are NaN or infinite"):
+        export(model, tmp_path / "m.onnx", config=CONFIG, size=24)
+
+    class Overflow(Small):
+        def forward_intermediates(self, x: torch.Tensor, **_: object) -> list[torch.Tensor]:
+            return [self.conv(x), (self.conv(x) - 1e30).log()]
+
+    with pytest.raises(ValueError, match="the model itself gives NaN or infinite values for 1 image of 24x24"):
+        export(Overflow().eval(), tmp_path / "m.onnx", config=CONFIG, size=24, features=True)
+    with pytest.raises(ValueError, match=r"conv\.weight is on the meta device"):
+        export(Small().to("meta").eval(), tmp_path / "m.onnx", config=CONFIG, size=24)
+    good, bad = torch.ones(2), torch.full((2,), torch.nan)
+    assert not check.compare_outputs([good, good], [good, bad], "classify") <= 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_classifier_for_images_that_are_not_square(tmp_path: Path) -> None:
+    """predict crops squares: the export says so, and not predict alone."""
+    report = export(Small().eval(), tmp_path / "m.onnx", config=CONFIG, size=(24, 32))
+    assert any("crop squares, so they do not take this file" in line for line in report.lines())
+    assert load_exported(report.path)(torch.zeros(1, 3, 24, 32)).shape == (1, 3)
+
+
+def test_a_check_that_compares_no_detection_says_so() -> None:
+    def report(*found: int) -> str:
+        checks = [check.Difference((64, 64), 1, 0.0, n) for n in found]
+        return "\n".join(ExportReport(Path("m.onnx"), "onnx", "fp32", None, 1, 1, 1, checks, 1.0, 1.0).lines())
+
+    assert "1 x 64x64: nothing detected" in report(0)
+    assert "its boxes could not be compared" in report(0, 0)
+    assert "could not be compared" not in report(0, 7)
+
+    class FindsBlobs(nn.Module):
+        """Finds an object where neighbouring pixels are alike, never in noise."""
+
+        task, in_chans, preprocessing = "detect", 3, False
+
+        def example(self, size: tuple[int, int], batch: int) -> torch.Tensor:
+            return torch.randn(batch, 3, *size)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            score = ((x[..., 1:] - x[..., :-1]).abs().mean((1, 2, 3)) < 0.5).float()[:, None]
+            return torch.zeros(len(x), 1, 4), torch.zeros(len(x), 1, dtype=torch.int64), score
+
+    detector: Any = FindsBlobs()
+    assert not detector(detector.example((64, 96), 1))[2].any()
+    assert detector(check.draw_images(detector, (64, 96), 1))[2] == 1
 
 
 def test_count_exp_in_files(onnx_report: ExportReport, classifier_run: Path, tmp_path: Path) -> None:

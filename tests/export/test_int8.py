@@ -1,6 +1,8 @@
 """int8: accuracy beside fp32, sensitive layers stay in fp32, a file that loses too much is refused."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,9 +10,13 @@ import pytest
 import tokamix
 from tests.command import call
 from tests.train.tiny import tiny_data
+from tests.train.tiny_dense import tiny_scenes
 from tokamix.data import DatasetSplits
-from tokamix.export import export
+from tokamix.export import export, quantize
+from tokamix.export.graph import create_graph
 from tokamix.export.write import SUFFIX
+from tokamix.inference import load_model
+from tokamix.runtimes import ExportedModel
 
 
 def test_accuracy(classifier_run: Path, tmp_path: Path) -> None:
@@ -27,11 +33,47 @@ def check_accuracy(classifier_run: Path, tmp_path: Path, to: str) -> None:
     assert any("labelled images: fp32" in line for line in report.lines())
 
 
+def test_dense_models_calibrate_on_images_of_all_sizes(segmenter_run: Path) -> None:
+    """Images are padded to a fixed size; without one, each size is calibrated on, not the smallest alone."""
+    data = tiny_scenes("segment", train=6, val=0, side=48)
+    network, config = load_model(segmenter_run)
+
+    class Cropped:
+        def __len__(self) -> int:
+            return len(data.train)
+
+        def sample(self, i: int) -> Any:
+            sample = data.train.sample(i)
+            return replace(sample, image=sample.image[:, : 48 - 4 * (i % 3)])
+
+    splits = replace(data, train=Cropped())
+    for preprocessing in (False, True):
+        graph = create_graph(network, config, preprocessing, features=False, precision="fp32")
+        free = quantize.calibration_batches(graph, config, splits, 1, None)
+        padded = quantize.calibration_batches(graph, config, splits, 2, (48, 64))
+        axes = (1, 2) if preprocessing else (2, 3)
+        assert sorted(batch.shape[axes[0]] for batch in free) == [40, 40, 44, 44, 48, 48]
+        assert [tuple(batch.shape[axis] for axis in (0, *axes)) for batch in padded] == [(2, 48, 64)] * 3
+
+
+def test_exported_detectors_are_evaluated(detector_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """int8 needs it: the AP of boxes and masks of the file. The graph stands for the file, which is slow to write."""
+    data = tiny_scenes("detect", train=4, val=0, side=64)
+    network, config = load_model(detector_run)
+    graph = create_graph(network, config, preprocessing=False, features=False, precision="fp32")
+    outputs = ["boxes", "labels", "scores", "masks"]
+    metadata = {"inference": config.to_dict(), "input": "float32", "size": None, "batch": 1, "outputs": outputs}
+    file = ExportedModel(graph, {**metadata, "features": False}, Path("m.onnx"))
+    monkeypatch.setattr("tokamix.inference.load_exported", lambda path: file)
+    expected, actual = (tokamix.evaluate(source, data, device="cpu") for source in (detector_run, "m.onnx"))
+    assert actual["box_ap"] == pytest.approx(expected["box_ap"], abs=0.1)
+    assert actual["mask_ap"] == pytest.approx(expected["mask_ap"], abs=0.1)
+    assert expected["box_ap"] > 1
+
+
 def test_sensitivity(classifier_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer whose weights are spoilt for int8 is found and kept in fp32."""
     import onnx
-
-    from tokamix.export import quantize
 
     real = quantize.to_onnx
 
@@ -62,8 +104,6 @@ def test_sensitivity(classifier_run: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_file_that_loses_too_much(classifier_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokamix.export import quantize
-
     class Result(dict):
         num_images = 37
 

@@ -42,13 +42,15 @@ class PickResult:
     rows: list[RuntimeRow] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)  # models that are too slow in eager mode to be exported
     accuracy: dict[str, Candidate] = field(default_factory=dict)
+    runtimes: list[str] = field(default_factory=list)  # that were asked for
 
     def summary(self) -> str:
         """The recommendation in one sentence."""
         if self.best is None or self.candidate is None:
             if not self.rows:
                 return "nothing could be measured"
-            fastest = min(self.rows, key=lambda row: row.milliseconds)
+            asked = [row for row in self.rows if row.runtime in self.runtimes]
+            fastest = min(asked or self.rows, key=lambda row: row.milliseconds)
             return (
                 f"nothing keeps {self.budget_ms:g} ms: the fastest is {fastest.model} in {fastest.runtime} with"
                 f" {fastest.milliseconds:.1f} ms; allow more time, smaller images, or name other models with --models"
@@ -119,12 +121,12 @@ def pick(
         size: side of the images.
         device: "cpu" or "cuda".
         models: candidates; default: see `list_candidates`.
-        runtimes: default: all that are installed.
+        runtimes: of the recommendation; default: all that are installed. Eager mode is measured in any case.
         seconds: time of each measurement.
         log: called with a line for each preparation.
         task: of the models. int8 is tried for classifiers only.
     """
-    if budget_ms <= 0:
+    if not budget_ms > 0:  # NaN neither
         raise ValueError(f"the budget is {budget_ms} ms, but must be positive")
     check_runtimes(runtimes, device)
     candidates = list_candidates(models, task)
@@ -132,6 +134,7 @@ def pick(
     names = list(runtimes) or [
         name for name in installed_runtimes(device) if task == "classify" or not name.endswith("int8")
     ]
+    result.runtimes = names
     others = [name for name in names if name != "eager"]
     for candidate in candidates:
         eager = list(measure_runtimes([candidate.name], [size], [1], ["eager"], device, 0.0, log))
@@ -142,7 +145,7 @@ def pick(
             continue
         rows = list(measure_runtimes([candidate.name], [size], [1], ["eager", *others], device, seconds, log))
         result.rows += rows
-        fitting = [row for row in rows if row.milliseconds <= budget_ms]
+        fitting = [row for row in rows if row.milliseconds <= budget_ms and row.runtime in names]
         if fitting:
             result.best, result.candidate = min(fitting, key=lambda row: row.milliseconds), candidate
             return result

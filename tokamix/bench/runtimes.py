@@ -193,8 +193,13 @@ def prepare_calls(
             network, folded = model, reparameterize_model(model)
         else:  # from images to tensors, as the exported files
             network = folded = create_graph(model, config, preprocessing=False, features=False, precision="fp32")
-        with torch.no_grad():
-            exact = _outputs(network(images[:1]))
+        try:
+            with torch.no_grad():
+                exact = _outputs(network(images[:1]))
+        except (AssertionError, RuntimeError, ValueError) as problem:
+            reason = (str(problem).splitlines() or [type(problem).__name__])[0]
+            log(f"{name} {size} px: FAILED, the model does not take this size: {reason[:200]}")
+            continue
         counts = (parameters, count_macs(network, size), count_exp(network, size).total())
         for runtime in runtimes:
             label = f"{name} {runtime} {size} px, batch {batch}"
@@ -348,7 +353,7 @@ def write_rows(rows: Iterator[RuntimeRow], path: Path) -> list[RuntimeRow]:
             file.flush()
             written.append(row)
     if not written:
-        raise RuntimeError("all measurements failed; nothing is written")
+        raise ValueError("all measurements failed; nothing is written")
     return written
 
 

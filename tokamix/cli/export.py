@@ -21,7 +21,9 @@ def export(
     size: Annotated[
         str | None, typer.Option(help="224, 192x256 or dynamic. Default: a classifier's own, otherwise dynamic.")
     ] = None,
-    batch: Annotated[str | None, typer.Option(help="Images of one call, or dynamic. Default: 1.")] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="Images of one call, or dynamic. Default: 1; dynamic with --size dynamic.")
+    ] = None,
     precision: Annotated[
         Literal["fp32", "fp16", "bf16", "int8"],
         typer.Option(help="Type of weights and activations; int8 needs --data."),
@@ -65,6 +67,12 @@ def export(
                 raise ValueError(f"{option} is for ONNX files, got --to {to}")
         from tokamix.export import export as run
 
+        if triton:
+            from tokamix.export.triton import check_triton_path
+
+            check_triton_path(output or Path("model.onnx"))
+        if untrained and model is not None:
+            raise ValueError("--model is for a checkpoint file; with --untrained, SOURCE names the architecture")
         network: Any = source
         if untrained:
             from tokamix.models import create_model

@@ -1,5 +1,6 @@
 """Create segmenters and detectors from config.json and load their weights."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,15 @@ class ExportedDetector(nn.Module):
 
     def __init__(self, model: ExportedModel) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.has_masks = model, "masks" in model.metadata["outputs"]
 
-    def forward(self, images: Tensor, targets: None = None, sizes: Sizes | None = None) -> list[Target]:
+    def forward(
+        self, images: Tensor | Sequence[Tensor], targets: None = None, sizes: Sizes | None = None
+    ) -> list[Target]:
         """Boxes, labels, scores and masks of each image; see `Detector.forward`."""
-        height, width = images.shape[-2:]
-        return split_detections(self.model.outputs(images), [(height, width)] * len(images), sizes)
+        found = []
+        for i, image in enumerate(images):  # files take one image at a time
+            height, width = image.shape[-2:]
+            given = None if sizes is None else sizes[i : i + 1]
+            found += split_detections(self.model.outputs(image[None]), [(height, width)], given)
+        return found

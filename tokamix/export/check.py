@@ -1,10 +1,12 @@
 """The check after writing: an exported file must give what PyTorch gives, at every size and batch that it takes."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tokamix.export.graph import Graph, Size
@@ -21,6 +23,7 @@ class Difference(NamedTuple):
     size: Size
     batch: int
     error: float  # the largest relative RMSE of an output; of a detector, the fraction of detections that differ
+    detections: int | None = None  # of a detector in PyTorch: if there are none, nothing was compared
 
 
 def check_file(path: Path, exact: Graph, cases: Sequence[tuple[Size, int]], precision: str) -> list[Difference]:
@@ -40,8 +43,11 @@ def check_file(path: Path, exact: Graph, cases: Sequence[tuple[Size, int]], prec
         torch.manual_seed(0)
         differences = []
         for size, batch in cases:
-            images, label = exact.example(size, batch), f"{batch} image{'s'[: batch > 1]} of {size[0]}x{size[1]}"
+            label = f"{batch} image{'s'[: batch > 1]} of {size[0]}x{size[1]}"
+            images = draw_images(exact, size, batch)
             expected = exact(images)
+            if any(not torch.isfinite(value).all() for value in expected if value.is_floating_point()):
+                raise ValueError(f"not written: in PyTorch, the model itself gives NaN or infinite values for {label}")
             try:
                 actual = [torch.as_tensor(value).cpu() for value in model.run(images)]
             except Exception as error:  # whatever the runtime raises, the file is not good
@@ -56,8 +62,24 @@ def check_file(path: Path, exact: Graph, cases: Sequence[tuple[Size, int]], prec
                     f"not written: the exported file differs from PyTorch for {label}, by {difference:.1e} (relative),"
                     f" over the limit of {limit:.0e} for {precision}"
                 )
-            differences.append(Difference(size, batch, difference))
+            found = int((expected[2] > 0).sum()) if exact.task == "detect" else None
+            differences.append(Difference(size, batch, difference, found))
     return differences
+
+
+def draw_images(graph: Graph, size: Size, batch: int) -> Tensor:
+    """Random images; for a detector, such in which it finds something, if there are any."""
+    noise = graph.example(size, batch)
+    if graph.task != "detect":
+        return noise
+    for grain in (1, 8, 32):  # px; detectors that see no object in noise may see some in blobs
+        coarse = tuple(max(1, side // grain) for side in size)
+        blobs = F.interpolate(torch.randn(batch, graph.in_chans, *coarse), size, mode="bilinear")
+        images = (64 * blobs + 128).clamp(0, 255).byte().permute(0, 2, 3, 1) if graph.preprocessing else 2 * blobs
+        images = noise if grain == 1 else images.contiguous()
+        if (graph(images)[2] > 0).any():
+            return images
+    return noise
 
 
 def largest_difference(task: str, precision: str) -> float:
@@ -75,7 +97,8 @@ def compare_outputs(expected: Sequence[Tensor], actual: Sequence[Tensor], task: 
         return float("inf")
     # integers are classes, which follow from the logits
     pairs = [(a, e) for a, e in zip(actual, expected, strict=True) if e.is_floating_point()]
-    return max(_relative_rmse(a.double(), e.double()) for a, e in pairs)
+    errors = [_relative_rmse(a.double(), e.double()) for a, e in pairs]
+    return next((error for error in errors if math.isnan(error)), max(errors))
 
 
 def _relative_rmse(actual: Tensor, expected: Tensor) -> float:

@@ -82,6 +82,7 @@ def create_graph(
 ) -> Graph:
     """Copy a network, fold its BatchNorms and wrap it for export."""
     check_plain(network)
+    check_finite(network)
     if features and not hasattr(network, "forward_intermediates"):
         raise ValueError(
             f"{type(network).__name__} has no feature maps; --features needs a classifier that supports"
@@ -95,10 +96,21 @@ def create_graph(
     return Graph(network, config, preprocessing, features, dtype).eval()
 
 
+def check_finite(network: nn.Module) -> None:
+    """Refuse weights that are NaN or infinite: a detector with such weights finds nothing, and seems to be right."""
+    for name, parameter in network.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on the meta device, which has no values; load the weights before the export")
+        if not torch.isfinite(parameter).all():
+            raise ValueError(f"{name} has values that are NaN or infinite; export weights from before the divergence")
+
+
 def check_plain(network: nn.Module) -> None:
     """Refuse wrappers and hooks, which an exported graph would silently contain or lose."""
     for name, module in network.named_modules():
         where = name or "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"{where} is a TorchScript module; export the module that it was made from")
         if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None):
             raise ValueError(f"{where} is compiled; export the model as it was before torch.compile")
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):

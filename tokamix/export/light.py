@@ -22,6 +22,9 @@ FILTERS = {
     "bicubic": Image.Resampling.BICUBIC,
     "bilinear": Image.Resampling.BILINEAR,
     "nearest": Image.Resampling.NEAREST,
+    "lanczos": Image.Resampling.LANCZOS,
+    "box": Image.Resampling.BOX,
+    "hamming": Image.Resampling.HAMMING,
 }
 
 
@@ -39,6 +42,8 @@ class Result:
     def __str__(self) -> str:
         if self.segmentation is not None or self.scores is None:
             return ", ".join(self.names)
+        if not self.names:
+            return "nothing"
         return ", ".join(f"{name} {100 * score:.1f} %" for name, score in zip(self.names, self.scores, strict=True))
 
 
@@ -52,12 +57,36 @@ class OnnxPredictor:
     """
 
     def __init__(self, path: str | Path, top_k: int = 5, providers: tuple[str, ...] = (CPU,)) -> None:
-        self.session = onnxruntime.InferenceSession(str(path), providers=list(providers))
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"there is no file {path}")
+        try:
+            self.session = onnxruntime.InferenceSession(str(path), providers=list(providers))
+        except Exception as error:  # ONNX Runtime's own classes
+            raise ValueError(f"{path} cannot be opened: {str(error).splitlines()[0]}") from error
         text = self.session.get_modelmeta().custom_metadata_map.get("tokamix")
         if text is None:
             raise ValueError(f"{path} has no metadata of tokamix; write it with `tokamix export`")
         self.metadata = json.loads(text)
         self.config, self.top_k = self.metadata["inference"], top_k
+        self._check(path)
+
+    def _check(self, path: str | Path) -> None:
+        """Refuse files that would be predicted otherwise than by `tokamix predict`."""
+        config, size = self.config, self.metadata["size"]
+        if self.metadata["features"]:
+            raise ValueError(f"{path} holds a feature extractor, which predicts nothing; export without --features")
+        if len(config["mean"]) not in (1, 3):
+            raise ValueError(f"{path} takes images of {len(config['mean'])} channels; this script reads 1 or 3")
+        if config["task"] == "classify" and size and size[0] != size[1]:
+            raise ValueError(
+                f"{path} takes images of {size[0]}x{size[1]}, but classifiers are given a square crop; export it with"
+                f" --size {config['image_size']} or --size dynamic"
+            )
+        if config["window"] or tuple(config["test_scales"]) != (1.0,) or config["test_flip"]:
+            raise ValueError(
+                f"{path} was made for a sliding window, several scales or flips, which need `tokamix predict`; or"
+                " export a model without these test-time options"
+            )
 
     def __call__(self, image: str | Path | Image.Image) -> Result:
         """Predict one image."""
@@ -65,7 +94,7 @@ class OnnxPredictor:
         classify = self.config["task"] == "classify"
         if classify:  # large JPEGs are decoded at a fraction of their size
             picture.draft(None, (4 * self.config["image_size"],) * 2)
-        picture = (picture if classify else ImageOps.exif_transpose(picture)).convert("RGB")
+        picture = _to_rgb(picture if classify else ImageOps.exif_transpose(picture))
         pixels = self._crop(picture) if classify else self._fit(picture)
         outputs = self._run(pixels)
         if classify:
@@ -77,16 +106,25 @@ class OnnxPredictor:
 
     def _run(self, pixels: np.ndarray) -> dict[str, np.ndarray]:
         """Outputs by name for one image (H, W, 3) of uint8, padded to a fixed size if the file has one."""
+        if len(self.config["mean"]) == 1:
+            pixels = np.asarray(Image.fromarray(pixels).convert("L"))[..., None]
         if size := self.metadata["size"]:
             missing = [full - given for full, given in zip(size, pixels.shape[:2], strict=True)]
             if min(missing) < 0:
-                raise ValueError(f"the file takes images of at most {size[0]}x{size[1]}, got {pixels.shape[:2]}")
+                raise ValueError(
+                    f"the file takes images of at most {size[0]}x{size[1]}, got {pixels.shape[0]}x{pixels.shape[1]}"
+                )
         else:
             missing = [0, 0]
+            multiple, smallest = (self.metadata.get(key, 1) for key in ("multiple", "smallest"))
+            if min(pixels.shape[:2]) < smallest or any(side % multiple for side in pixels.shape[:2]):
+                steps = f" that are multiples of {multiple}" * (multiple > 1)
+                given = "x".join(map(str, pixels.shape[:2]))
+                raise ValueError(f"the file takes images with sides{steps} from {smallest} px on, got {given}")
         grow = [(0, 0), (0, missing[0]), (0, missing[1])]
         if self.metadata["input"] == "uint8":
             colour = [round(255 * m) for m in self.config["mean"]]  # of the padding
-            planes = [np.pad(pixels[..., i], grow[1:], constant_values=colour[i]) for i in range(3)]
+            planes = [np.pad(pixels[..., i], grow[1:], constant_values=colour[i]) for i in range(pixels.shape[2])]
             batch = np.stack(planes, -1)[None]
         else:
             mean, std = (np.array(self.config[key], np.float32) for key in ("mean", "std"))
@@ -135,9 +173,25 @@ class OnnxPredictor:
         boxes, labels = outputs["boxes"][0][kept] * scale, outputs["labels"][0][kept]
         masks = None
         if "masks" in outputs:
-            masks = np.array([_paste(m, b, size) for m, b in zip(outputs["masks"][0][kept], boxes, strict=True)])
+            pasted = [_paste(m, b, size) for m, b in zip(outputs["masks"][0][kept], boxes, strict=True)]
+            masks = np.array(pasted, bool).reshape(len(boxes), size[1], size[0])
         names = [self.config["class_names"][i] for i in labels]
         return Result(names, outputs["scores"][0][kept], labels, boxes, masks)
+
+
+def _to_rgb(picture: Image.Image) -> Image.Image:
+    """8-bit RGB: 16 bits are scaled to 8, and transparent parts become white."""
+    if picture.mode == "F":
+        raise ValueError("has floating-point pixels, whose range is unknown; save it with 8 or 16 bits")
+    if picture.mode.startswith("I"):  # 16 bits, which Pillow would clip to white
+        pixels = np.asarray(picture).astype(np.int64)
+        if pixels.min() < 0 or pixels.max() > 65535:
+            raise ValueError(f"has pixels from {pixels.min()} to {pixels.max()}; save it with 8 or 16 bits")
+        return Image.fromarray((pixels >> 8).astype(np.uint8)).convert("RGB")
+    if picture.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
+        layer = picture.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
+    return picture.convert("RGB")
 
 
 def _paste(mask: np.ndarray, box: np.ndarray, size: tuple[int, int]) -> np.ndarray:
@@ -151,9 +205,25 @@ def _paste(mask: np.ndarray, box: np.ndarray, size: tuple[int, int]) -> np.ndarr
     return rows @ mask @ columns.T >= 0.5
 
 
+def main(arguments: list[str]) -> int:
+    """Print the prediction for each image; images that cannot be read are named, and the others are predicted."""
+    if len(arguments) < 2:
+        print("usage: python run_onnx.py MODEL.onnx IMAGES...", file=sys.stderr)
+        return 2
+    try:
+        predictor = OnnxPredictor(arguments[0])
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    failed = 0
+    for name in arguments[1:]:
+        try:
+            print(f"{name}: {predictor(name)}")
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow raises
+            print(f"error: {name}: {error}", file=sys.stderr)
+            failed = 1
+    return failed
+
+
 if __name__ == "__main__":
-    if len(sys.argv) < 3:
-        sys.exit(f"usage: python {sys.argv[0]} MODEL.onnx IMAGES...")
-    predictor = OnnxPredictor(sys.argv[1])
-    for name in sys.argv[2:]:
-        print(f"{name}: {predictor(name)}")
+    sys.exit(main(sys.argv[1:]))

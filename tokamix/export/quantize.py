@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.export import ExportedProgram
 
@@ -89,7 +90,7 @@ def write_int8(
         WRITERS[to](trace(quantize_weights(graph)), path, metadata, opset)
         value = measure(path)[0]
     else:
-        batches = calibration_batches(graph, config, splits, metadata["batch"] or 1)
+        batches = calibration_batches(graph, config, splits, metadata["batch"] or 1, metadata["size"])
         quantizer: _Onnx | _OpenVino
         if to == "onnx":
             quantizer = _Onnx(program, metadata, opset, batches, attention)
@@ -110,23 +111,29 @@ def write_int8(
     return result
 
 
-def calibration_batches(graph: Graph, config: InferenceConfig, splits: DatasetSplits, batch: int) -> list[np.ndarray]:
-    """Images spread over the training split, in the form that the graph takes."""
+def calibration_batches(
+    graph: Graph, config: InferenceConfig, splits: DatasetSplits, batch: int, size: Sequence[int] | None
+) -> list[np.ndarray]:
+    """Images spread over the training split, in the form that the graph takes.
+
+    Images for a graph of fixed size are padded to it; those of several sizes are batched with others of their size.
+    """
     from tokamix.predict.predictor import Predictor
 
     predictor = Predictor(graph.network, config)
     count = min(CALIBRATION_IMAGES, len(splits.train))
-    images = []
+    groups: dict[Any, list[Tensor]] = {}
     for i in np.linspace(0, len(splits.train) - 1, count).astype(int).tolist():
-        images.append(_pixels(splits.train, i, predictor))
-    size = min(tuple(image.shape[-2:]) for image in images)
-    same = [image for image in images if tuple(image.shape[-2:]) == size]  # dense data sets have several sizes
-    values = torch.stack(same if config.task != "classify" else images)
-    if graph.preprocessing:
-        values = (values / graph.scale + graph.mean).round().clamp(0, 255).byte().permute(0, 2, 3, 1)
-    parts = [part for part in values.split(batch) if len(part) == batch]
+        image = _pixels(splits.train, i, predictor)
+        if size is not None:
+            image = F.pad(image, (0, size[1] - image.shape[-1], 0, size[0] - image.shape[-2]))
+        if graph.preprocessing:
+            image = (image / graph.scale + graph.mean).round().clamp(0, 255).byte().permute(1, 2, 0)
+        groups.setdefault(image.shape, []).append(image)
+    parts = [part for images in groups.values() for part in torch.stack(images).split(batch) if len(part) == batch]
     if not parts:
-        raise ValueError(f"{splits.name} has {len(values)} images of one size to calibrate on, for a batch of {batch}")
+        most = max(map(len, groups.values()))
+        raise ValueError(f"{splits.name} has {most} images of one size to calibrate on, for a batch of {batch}")
     return [part.contiguous().numpy() for part in parts]
 
 

@@ -14,15 +14,34 @@ from torch.export import Dim, ExportedProgram
 import tokamix
 from tokamix._construction import read_record
 from tokamix.cost import exp_nodes
+from tokamix.dense.detector import Detector
+from tokamix.dense.segmenter import Segmenter
 from tokamix.export.check import Difference, check_file
 from tokamix.export.graph import Graph, Size, check_plain, create_graph
-from tokamix.export.sizes import checked_cases, choose_batch, choose_size, find_multiple, set_size, traced_size
-from tokamix.export.write import OPSETS, PRECISIONS, SUFFIX, WRITERS, move, quiet, written_files
+from tokamix.export.sizes import (
+    checked_cases,
+    choose_batch,
+    choose_size,
+    find_multiple,
+    find_smallest,
+    set_size,
+    traced_size,
+)
+from tokamix.export.write import OPSET, OPSETS, PRECISIONS, SUFFIX, WRITERS, move, quiet, written_files
 from tokamix.files import WriteError
 from tokamix.inference import InferenceConfig, load_model
 from tokamix.ops import dispatch
+from tokamix.runtimes import is_exported
 
 Target = Literal["onnx", "openvino", "torch-export", "aoti", "executorch"]
+MAX_DROP = 0.5  # points of accuracy
+
+NOTHING_DETECTED = (
+    "the detector finds nothing in random images, so its boxes could not be compared; compare them on your own images:"
+    " `tokamix eval FILE --data DATA`"
+)
+
+NOT_SQUARE = "`tokamix predict` and `tokamix eval` crop squares, so they do not take this file; call it yourself"
 
 
 @dataclass
@@ -34,6 +53,8 @@ class ExportReport:
     precision: str
     size: Size | None  # None: any
     batch: int | None  # None: any
+    multiple: int  # the sides of images are multiples of it, if they have any size
+    smallest: int  # side, likewise
     checks: list[Difference]
     megabytes: float
     seconds: float
@@ -43,14 +64,18 @@ class ExportReport:
 
     def lines(self) -> list[str]:
         """Describe the export in a few lines."""
-        size = "any size" if self.size is None else f"{self.size[0]}x{self.size[1]}"
+        steps = f"sides that are multiples of {self.multiple}" if self.multiple > 1 else "any size"
+        least = f" from {self.smallest} px on" if self.smallest > self.multiple else ""
+        size = steps + least if self.size is None else f"{self.size[0]}x{self.size[1]}"
         batch = "any batch" if self.batch is None else f"batch {self.batch}"
         graph = f", {self.nodes:,} nodes" if self.nodes else ""
-        tried = ", ".join(f"{d.batch} x {d.size[0]}x{d.size[1]}: {d.error:.0e}" for d in self.checks)
+        tried = ", ".join(f"{d.batch} x {d.size[0]}x{d.size[1]}: {_describe_error(d)}" for d in self.checks)
+        empty = bool(self.checks) and all(difference.detections == 0 for difference in self.checks)
         return [
             f"{self.path}: {self.target}, {self.precision}, {size}, {batch}, {self.megabytes:.1f} MB{graph}"
             f" ({self.seconds:.0f} s)",
             f"checked against PyTorch, relative difference: {tried}",
+            *([NOTHING_DETECTED] if empty else []),
             *self.notes,
         ]
 
@@ -65,12 +90,12 @@ def export(
     precision: Literal["fp32", "fp16", "bf16", "int8"] = "fp32",
     preprocessing: bool = False,
     features: bool = False,
-    opset: int = 20,
+    opset: int = OPSET,
     model: str | None = None,
     config: InferenceConfig | None = None,
     data: Any = None,
     keep_layers: int | None = None,
-    max_drop: float = 0.5,
+    max_drop: float = MAX_DROP,
     attention: bool = False,
     device: Literal["cpu", "cuda"] = "cpu",
 ) -> ExportReport:
@@ -100,13 +125,10 @@ def export(
         device: that "aoti" compiles for; files of the other targets are not bound to a device.
     """
     _check_options(to, precision, opset, data, device)
+    _check_int8_options(to, precision, features, keep_layers, max_drop, attention)
     start = time.perf_counter()
-    if isinstance(source, nn.Module):
-        check_plain(source)
-        network, config = source, config or InferenceConfig.from_model(source)
-    else:
-        network, config = load_model(source, model=model)
     path = _output_path(output, source, to)
+    network, config = _load(source, model, config)
     shape = choose_size(size, config)
     count = choose_batch(batch, shape, config)
     config = config if shape is None else set_size(config, shape)
@@ -124,20 +146,28 @@ def export(
         return trace(graph, shape, count, config, type(network).__name__, to)
 
     program = retrace(graph)
+    smallest = 1
+    if shape is None:  # torch.export may have specialised a program to feature maps of more than one cell
+        strict = to in ("torch-export", "aoti") and device == "cpu"
+        call = program.module() if strict else exact
+        smallest = find_smallest(call, lambda size: exact.example(size, count or 1), config, multiple)
     metadata: dict[str, Any] = {
         "tokamix": tokamix.__version__,
         "model": read_record(network)["name"] or type(network).__name__,
         "inference": config.to_dict(),
         "input": "uint8" if preprocessing else "float32",
         "size": None if shape is None else list(shape),
-        "multiple": multiple,
+        "multiple": multiple,  # of the sides of images, if any size
+        "smallest": smallest,  # side
         "batch": count,
         "outputs": graph.names(_run_once(exact, shape, config)),
         "features": features,
         "precision": precision,
         "device": device,
     }
-    report = ExportReport(path, to, precision, shape, count, [], 0.0, 0.0)
+    report = ExportReport(path, to, precision, shape, count, multiple, smallest, [], 0.0, 0.0)
+    if config.task == "classify" and shape is not None and shape[0] != shape[1] and not features:
+        report.notes.append(NOT_SQUARE)
     folder = _temporary_folder(path)
     try:
         file = folder / path.name
@@ -151,7 +181,7 @@ def export(
             report.metrics = {"fp32": int8.fp32, "int8": int8.int8, "drop": int8.drop, "kept": len(int8.kept)}
         else:
             WRITERS[to](program, file, metadata, opset)
-        report.checks = check_file(file, exact, checked_cases(shape, count, config, multiple), precision)
+        report.checks = check_file(file, exact, checked_cases(shape, count, config, multiple, smallest), precision)
         report.megabytes = sum(part.stat().st_size for part in written_files(file)) / 1e6
         if file.suffix == ".onnx":
             report.nodes = _count_nodes(file)
@@ -163,6 +193,10 @@ def export(
         shutil.rmtree(folder, ignore_errors=True)
     report.seconds = time.perf_counter() - start
     return report
+
+
+def _describe_error(difference: Difference) -> str:
+    return "nothing detected" if difference.detections == 0 else f"{difference.error:.0e}"
 
 
 def trace(
@@ -192,16 +226,65 @@ def _check_options(to: str, precision: str, opset: int, data: Any, device: str) 
         raise ValueError(f"cannot export to {to!r}; choose one of {', '.join(SUFFIX)}")
     if precision not in PRECISIONS[to]:
         raise ValueError(f"{to} files cannot be {precision}; choose one of {', '.join(PRECISIONS[to])}")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}, but must be cpu or cuda")
     if device != "cpu" and to != "aoti":
         raise ValueError(f"--device {device} is for --to aoti, which compiles for one device, got --to {to}")
     if device != "cpu" and not torch.cuda.is_available():
         raise ValueError("--device cuda needs a GPU, and torch finds none")
+    if opset != OPSET and to not in ("onnx", "openvino"):
+        raise ValueError(f"--opset is for ONNX and OpenVINO files, got --to {to}; leave it out")
     if opset not in OPSETS:
         raise ValueError(f"opset {opset} is not supported; choose {OPSETS.start} to {OPSETS.stop - 1}")
     if precision == "int8" and data is None:
         raise ValueError("int8 needs images to calibrate on and to measure the accuracy; name a data set with --data")
     if precision != "int8" and data is not None:
         raise ValueError(f"--data is for --precision int8, got {precision}; leave it out")
+
+
+def _check_int8_options(
+    to: str, precision: str, features: bool, keep_layers: int | None, max_drop: float, attention: bool
+) -> None:
+    if precision == "int8" and features:
+        raise ValueError("int8 is judged by its accuracy, which feature maps do not have; leave out --features")
+    if precision != "int8" and (keep_layers is not None or attention or max_drop != MAX_DROP):
+        option = "--keep-layers" if keep_layers is not None else "--int8-attention" if attention else "--max-drop"
+        raise ValueError(f"{option} is for --precision int8, got {precision}; leave it out")
+    if attention and to != "onnx":
+        raise ValueError(f"--int8-attention is for ONNX files, got --to {to}; leave it out")
+    if keep_layers and to == "torch-export":
+        raise ValueError("--keep-layers is for ONNX and OpenVINO files; torch-export has int8 weights only")
+    if max_drop < 0 or (keep_layers or 0) < 0:
+        raise ValueError(f"max_drop and keep_layers must be 0 or more, got {max_drop} and {keep_layers}")
+
+
+def _load(
+    source: str | Path | nn.Module, model: str | None, config: InferenceConfig | None
+) -> tuple[Any, InferenceConfig]:
+    """The network to export and its config."""
+    if not isinstance(source, nn.Module):
+        if config is not None:
+            raise ValueError(f"config is for a model given as a module; {source} has its own")
+        if is_exported(source):
+            raise ValueError(f"{source} is an exported file; export the run or checkpoint that it was made from")
+        return load_model(source, model=model)
+    if model is not None:
+        raise ValueError(f"model={model!r} is for a checkpoint file; leave it out for a module")
+    check_plain(source)
+    config = config or _default_config(source)
+    count = getattr(source, "num_classes", None)
+    if count is not None and count != config.num_classes:
+        raise ValueError(f"the model has {count} classes, but the config names {config.num_classes}")
+    return source, config
+
+
+def _default_config(network: Any) -> InferenceConfig:
+    if isinstance(network, Detector | Segmenter):
+        task: Any = "detect" if isinstance(network, Detector) else "segment"
+        names = tuple(map(str, range(network.num_classes)))
+        ids = tuple(range(1, network.num_classes + 1)) if task == "detect" else ()
+        return InferenceConfig.from_model(network.backbone.body, names, task=task, category_ids=ids)
+    return InferenceConfig.from_model(network)
 
 
 def _output_path(output: str | Path | None, source: Any, to: str) -> Path:

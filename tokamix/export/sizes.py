@@ -1,14 +1,17 @@
 """Sizes and batches of exported files: which are asked for, traced and checked."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tokamix.export.graph import Graph, Size
 from tokamix.inference import InferenceConfig
 
 DENSE_SIDE = 224  # of the images that segmenters and detectors are traced with, unless their config names a size
-STEP = 32  # sides of images for models that do not take every size
+STEP = 32  # sides of the images that a model of any size is traced with are multiples of it
+MULTIPLES = (1, 2, 4, 8, 16, STEP)  # of which the sides of a model's images may have to be
 
 
 def choose_size(size: Any, config: InferenceConfig) -> Size | None:
@@ -58,34 +61,63 @@ def traced_size(config: InferenceConfig) -> Size:
     return side + STEP, side + 2 * STEP
 
 
-def odd_size(config: InferenceConfig) -> Size:
-    """A size with odd sides; 200x333 for a model of 224 px."""
+def uneven_size(config: InferenceConfig, multiple: int = 1) -> Size:
+    """A size that is neither square nor of multiples of 2 * `multiple`; 200x333 for a model of 224 px and 1."""
     side = native_side(config)
-    return side - side // 8 + 4, side + side // 2 - 3
+    if multiple == 1:
+        return side - side // 8 + 4, side + side // 2 - 3
+    count = -(-side // multiple) // 2 * 2 + 1
+    return count * multiple, (count + 2) * multiple
 
 
 def find_multiple(graph: Graph, config: InferenceConfig) -> int:
-    """1 if the network takes images of every size, 32 if only of such sides; others cannot be dynamic."""
-    reason = ""
-    for size, multiple in ((odd_size(config), 1), (traced_size(config), STEP)):
-        try:
-            with torch.no_grad():
-                graph(graph.example(size, 1))
+    """The number whose multiples the sides of the network's images must be: 1 if it takes every size.
+
+    A graph does not refuse what its network refuses: at other sizes it returns numbers that mean nothing.
+    """
+    reasons = []
+    for multiple in MULTIPLES:
+        reason = _refusal(graph, graph.example(uneven_size(config, multiple), 1))
+        if not reason:
             return multiple
-        except (ValueError, RuntimeError, AssertionError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reasons.append(reason)
     raise ValueError(
-        f"{type(graph.network).__name__} does not take images of other sizes ({reason}); export it with"
+        f"{type(graph.network).__name__} does not take images of other sizes ({reasons[-1]}); export it with"
         f" --size {native_side(config)}, or create it with dynamic_img_size=True"
     )
 
 
+def find_smallest(
+    call: Callable[[Tensor], Any], example: Callable[[Size], Tensor], config: InferenceConfig, multiple: int
+) -> int:
+    """The smallest side that a graph, or a program made from it, takes; `example` gives images of a size."""
+    refused, accepted = 0, min(uneven_size(config, multiple)) // multiple  # sides, in multiples
+    while accepted - refused > 1:
+        middle = (accepted + refused) // 2
+        if _refusal(call, example((middle * multiple, middle * multiple))):
+            refused = middle
+        else:
+            accepted = middle
+    return accepted * multiple
+
+
+def _refusal(call: Callable[[Tensor], Any], images: Tensor) -> str:
+    """Why a network does not take images of a size; empty if it does."""
+    try:
+        with torch.no_grad():
+            call(images)
+    except (ValueError, RuntimeError, AssertionError) as error:
+        return (str(error).splitlines() or [type(error).__name__])[0] or type(error).__name__
+    return ""
+
+
 def checked_cases(
-    size: Size | None, batch: int | None, config: InferenceConfig, multiple: int
+    size: Size | None, batch: int | None, config: InferenceConfig, multiple: int, smallest: int
 ) -> list[tuple[Size, int]]:
-    """Sizes and batches at which a file is checked."""
+    """Sizes and batches at which a file is checked; for one of any size, the smallest that it takes is among them."""
     if size is not None:
         return [(size, batch)] if batch else [(size, n) for n in (1, 2, 3)]
     side, traced = native_side(config), traced_size(config)
-    odd = odd_size(config) if multiple == 1 else (traced[0], side // STEP * STEP)
-    return [(traced, batch or 1), ((side, side), batch or 3), (odd, batch or 2)]
+    square = max(smallest, side // multiple * multiple)
+    least, uneven = (smallest, smallest), uneven_size(config, multiple)
+    return [(traced, batch or 1), ((square, square), batch or 3), (uneven, batch or 2), (least, batch or 1)]

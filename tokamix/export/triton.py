@@ -9,14 +9,20 @@ TYPES = {"tensor(float)": "TYPE_FP32", "tensor(uint8)": "TYPE_UINT8", "tensor(in
 MAX_BATCH = 64  # of a file that takes any batch; Triton joins requests up to it
 
 
+def check_triton_path(model: Path) -> None:
+    """Refuse a path that Triton does not find."""
+    model = model.absolute()
+    if model.name != "model.onnx" or not model.parent.name.isdigit() or not model.parent.parent.name:
+        raise ValueError(f"Triton needs a file REPOSITORY/NAME/1/model.onnx, got {model}")
+
+
 def write_triton_config(model: Path) -> Path:
     """Write config.pbtxt for REPOSITORY/NAME/1/model.onnx, with the inputs and outputs of the file.
 
     Triton joins requests to batches if the file takes any batch.
     """
-    name, version = model.parent.parent.name, model.parent.name
-    if model.name != "model.onnx" or not version.isdigit() or not name:
-        raise ValueError(f"Triton needs a file REPOSITORY/NAME/1/model.onnx, got {model}")
+    check_triton_path(model)
+    name = model.absolute().parent.parent.name
     session = require("onnxruntime", "the config for Triton").InferenceSession(
         str(model), providers=["CPUExecutionProvider"]
     )

@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,7 +27,7 @@ PRECISIONS = {
     "aoti": ("fp32", "bf16"),
     "executorch": ("fp32",),
 }
-OPSETS = range(18, 24)
+OPSETS, OPSET = range(18, 24), 20
 SCOPES = "pkg.torch.onnx.name_scopes"  # where the exporter writes the modules of a node
 FOLDED_VALUES = 2**24  # the largest constant that is computed while exporting
 Metadata = dict[str, Any]
@@ -132,22 +132,28 @@ def to_openvino(program: ExportedProgram, outputs: Sequence[str], opset: int) ->
 def save_openvino(model: Any, path: Path, metadata: Metadata) -> None:
     """Save an OpenVINO model with its metadata."""
     model.set_rt_info(json.dumps(metadata), [METADATA_KEY])
-    require("openvino", "export to OpenVINO").save_model(
-        model, str(path), compress_to_fp16=metadata["precision"] == "fp16"
-    )
+    openvino = require("openvino", "export to OpenVINO")
+    try:
+        openvino.save_model(model, str(path), compress_to_fp16=metadata["precision"] == "fp16")
+    except RuntimeError as error:  # OpenVINO does not say why
+        raise OSError(f"OpenVINO fails to write its files ({error}); is the disk full?") from error
 
 
 def write_torch_export(program: ExportedProgram, path: Path, metadata: Metadata, opset: int) -> None:
-    """Write torch.export's archive."""
-    torch.export.save(program, path, extra_files={METADATA_KEY: json.dumps(metadata)})
+    """Write torch.export's archive, by way of memory: on a full disk, its own writer ends the process."""
+    archive = BytesIO()
+    torch.export.save(program, archive, extra_files={METADATA_KEY: json.dumps(metadata)})
+    path.write_bytes(archive.getvalue())
 
 
 def write_aoti(program: ExportedProgram, path: Path, metadata: Metadata, opset: int) -> None:
     """Compile a program with AOTInductor, for this machine's kind of CPU or GPU."""
     options = {"aot_inductor.metadata": {METADATA_KEY: json.dumps(metadata)}}
     _give_defaults_to_cant_split()
+    archive: Any = BytesIO()  # on a full disk, PyTorch's own writer ends the process
     with quiet():
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+        torch._inductor.aoti_compile_and_package(program, package_path=archive, inductor_configs=options)
+    path.write_bytes(archive.getvalue())
 
 
 def _give_defaults_to_cant_split() -> None:
