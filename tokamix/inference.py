@@ -246,7 +246,7 @@ def choose_device(device: str | None) -> torch.device:
 
 
 def load_model(
-    source: str | Path, *, model: str | None = None, num_classes: int | None = None
+    source: str | Path, *, model: str | None = None, num_classes: int | None = None, device: str | None = None
 ) -> tuple[Any, InferenceConfig]:
     """Load a trained model of any task, in evaluation mode, and its inference config.
 
@@ -256,9 +256,11 @@ def load_model(
             file that `tokamix.export` wrote (.onnx, .xml, .pt2, .pte), which runs in its runtime.
         model: name of the architecture, for a checkpoint file.
         num_classes: of the architecture, for a checkpoint file; default: the architecture's own.
+        device: that an exported file runs on; default: the CPU, or the device it was compiled for. Other models are
+            loaded on the CPU.
     """
     if is_exported(source):
-        return _load_exported(source)
+        return _load_exported(source, device)
     name = str(source).removeprefix("local-dir:")
     path = Path(name)
     if path.is_dir() and model is not None and read_config(path).get("architecture", model) != model:
@@ -286,9 +288,9 @@ def load_model(
     return network.eval(), InferenceConfig.from_model(network)
 
 
-def _load_exported(path: str | Path) -> tuple[Any, InferenceConfig]:
+def _load_exported(path: str | Path, device: str | None) -> tuple[Any, InferenceConfig]:
     """Open a file of `tokamix.export` in its runtime."""
-    network = load_exported(path)
+    network = load_exported(path, torch.device(device or "cpu").type)
     config = InferenceConfig.from_dict(network.metadata["inference"])
     if network.metadata["features"]:
         raise ValueError(f"{path} holds a feature extractor, which predicts nothing; export without --features")

@@ -129,12 +129,16 @@ def load_exported(path: str | Path, device: str = "cpu", threads: int | None = N
 
     Args:
         path: a .onnx, .xml (OpenVINO), .pt2 (torch.export or AOTInductor) or .pte (ExecuTorch) file.
-        device: "cpu" or "cuda"; OpenVINO and ExecuTorch run on the CPU, AOTInductor on the device it was compiled for.
+        device: "cpu" or "cuda"; OpenVINO and ExecuTorch have the CPU only, AOTInductor runs where it was compiled for.
         threads: CPU threads; default: PyTorch's.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no exported model {path}")
+    if device == "cuda" and path.suffix in (".xml", ".pte"):
+        raise ValueError(
+            f"{path} runs on the CPU only; leave out the device, or use the .onnx or .pt2 file of the model"
+        )
     opener = {".onnx": _open_onnx, ".xml": _open_openvino, ".pt2": _open_pt2, ".pte": _open_executorch}[path.suffix]
     run, text = opener(path, device, threads or torch.get_num_threads())
     metadata = _read_metadata(text)
@@ -202,7 +206,10 @@ def _open_pt2(path: Path, device: str, threads: int) -> tuple[Run, str]:
         with _damaged(path):
             package = torch._inductor.aoti_load_package(str(path))
         text = package.get_metadata().get(METADATA_KEY, "")
-        device = _read_metadata(text).get("device", "cpu")
+        built = _read_metadata(text).get("device", "cpu")
+        if device == "cuda" and built == "cpu":
+            raise ValueError(f"{path} was compiled for the CPU; leave out the device, or export it on a GPU")
+        device = built
         call: Any = package
     else:
         extra = {METADATA_KEY: ""}

@@ -277,7 +277,12 @@ def test_bad_input(classifier_run: Path, onnx_report: ExportReport, tmp_path: Pa
         load_exported(tmp_path / "bad.onnx")
     with pytest.raises(ValueError, match="this onnxruntime runs on the CPU only; pip install onnxruntime-gpu"):
         load_exported(onnx_report.path, "cuda")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.onnx", "file"]
+    with pytest.raises(ValueError, match="onnxruntime runs on the CPU only"):
+        load_model(onnx_report.path, device="cuda")
+    (tmp_path / "bad.xml").touch()
+    with pytest.raises(ValueError, match=r"bad\.xml runs on the CPU only; leave out the device"):
+        load_model(tmp_path / "bad.xml", device="cuda:0")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.onnx", "bad.xml", "file"]
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ def _create_call(
                 device=device if target == "aoti" else "cpu",  # type: ignore[arg-type]
                 **options | ({"max_drop": 101, "keep_layers": 0} if options else {}),
             )
-        network: Any = load_exported(file, device).run
+        network: Any = load_exported(file, "cpu" if target in ("openvino", "executorch") else device).run
         images = images.to(device if target == "aoti" else "cpu")
     else:
         dtype = torch.bfloat16 if device == "cuda" else torch.float32

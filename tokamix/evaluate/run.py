@@ -101,7 +101,9 @@ def evaluate(
     else:
         if splits is None and model is not None:
             splits = create_dataset(str(data))  # only checkpoints of classifiers need the name of their architecture
-        network, config = load_model(source, model=model, num_classes=splits.num_classes if splits else None)
+        network, config = load_model(
+            source, model=model, num_classes=splits.num_classes if splits else None, device=device
+        )
     splits = splits or create_dataset(str(data), config.task)
     if splits.task != config.task:
         raise ValueError(f"the model's task is {config.task}, but {splits.name} was opened for task {splits.task}")

@@ -258,7 +258,7 @@ def load_predictor(
     if isinstance(source, nn.Module):
         network, config = source, InferenceConfig.from_model(source)
     else:
-        network, config = load_model(source, model=model)
+        network, config = load_model(source, model=model, device=device)
     if score_threshold is not None:
         config = config.replace(score_threshold=score_threshold)
     precision = read_precision(source)
