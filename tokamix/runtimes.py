@@ -230,7 +230,7 @@ def _open_executorch(path: Path, device: str, threads: int) -> tuple[Run, str]:
     runtime = require("executorch.runtime", f"{path}")
     with _damaged(path):
         method = runtime.Runtime.get().load_program(path).load_method("forward")
-    sidecar = path.with_suffix(".json")  # a .pte file has no place for text
+    sidecar = path.with_name(f"{path.name}.json")  # a .pte file has no place for text
     text = sidecar.read_text() if sidecar.is_file() else ""
     return (lambda images: method.execute([images.cpu().contiguous()])), text
 

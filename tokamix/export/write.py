@@ -172,7 +172,7 @@ def _give_defaults_to_cant_split() -> None:
 
 
 def write_executorch(program: ExportedProgram, path: Path, metadata: Metadata, opset: int) -> None:
-    """Write an ExecuTorch program for the XNNPACK CPU library, and its metadata, a .json file beside it."""
+    """Write an ExecuTorch program for the XNNPACK CPU library, and its metadata in NAME.pte.json beside it."""
     require("executorch.exir", "export to ExecuTorch")
     with quiet():
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
@@ -180,7 +180,7 @@ def write_executorch(program: ExportedProgram, path: Path, metadata: Metadata, o
 
         lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()]).to_executorch()
     path.write_bytes(lowered.buffer)
-    path.with_suffix(".json").write_text(json.dumps(metadata))
+    written_files(path)[1].write_text(json.dumps(metadata))
 
 
 WRITERS: dict[str, Callable[[ExportedProgram, Path, Metadata, int], None]] = {
@@ -207,11 +207,11 @@ def quiet() -> Iterator[None]:
 
 def written_files(path: Path) -> list[Path]:
     """The files of an export: the model, and what stands beside it."""
-    beside = {".xml": ".bin", ".pte": ".json"}.get(path.suffix)
-    return [path, *([path.with_suffix(beside)] if beside else [])]
+    beside = {".xml": [path.with_suffix(".bin")], ".pte": [path.with_name(f"{path.name}.json")]}
+    return [path, *beside.get(path.suffix, [])]
 
 
 def move(source: Path, target: Path) -> None:
     """Move the files of an export into place, weights first, so that a complete model appears at once."""
-    for part in reversed(written_files(source)):
-        os.replace(part, target.with_suffix(part.suffix))
+    for part, place in reversed(list(zip(written_files(source), written_files(target), strict=True))):
+        os.replace(part, place)
