@@ -63,7 +63,10 @@ class Dino(Classify):
         self.metric = next(iter(self.metric_names))
         self.progress = 0.0
         if self.has_labels and (bank := min(recipe.knn_images, len(self.splits.train))) < recipe.knn_k:
-            raise ValueError(f"{recipe.knn_k} neighbours cannot be found among {bank} training images; lower knn_k")
+            raise ValueError(
+                f"{recipe.knn_k} neighbours cannot be found among {bank} training images; lower knn_k, such as --set"
+                f" knn_k={max(1, bank // 10)}"
+            )
 
     def create_model(self, model: str | nn.Module | None, checkpoint: str | Path | None, pretrained: bool) -> Any:
         """Create student and teacher from the backbone of the recipe, or from the given module."""
