@@ -34,6 +34,7 @@ OPERATORS: dict[str, tuple[Callable[..., Tensor], tuple]] = {
     "bank_mixing": (lambda v, p, b: ops.bank_mixing(v, p, b, (2, 3)), ((6, 2, 4), (6, 3, 2), [3, 15])),
     "broadcast_context": (ops.broadcast_context, ((6, 8), [8])),
     "branch_fusion": (fuse, ((5, 8), (5, 8), (5, 8))),
+    "layer_norm": (ops.layer_norm, ((5, 8), [8], [8])),
     "depthwise_conv": (lambda *x: ops.depthwise_conv(*x, True, True), ((4, 5, 8), [8, 1, 3, 3], [8])),
 }
 
@@ -157,11 +158,11 @@ def registered() -> dict[str, tuple]:
     q, k, v = (x.transpose(1, 2) for x in make("sima_attention"))
     (qkv,), (x, offset) = make("sima_self_attention"), make("active_gather")
     (tokens,), (mixed, policy, bank) = make("super_token"), make("bank_mixing")
-    (broadcast, scale), conv = make("broadcast_context"), make("depthwise_conv")
+    (broadcast, scale), conv, norm = make("broadcast_context"), make("depthwise_conv"), make("layer_norm")
     cell, bank_options = [2, 3], ([2, 3], [2, 3], [0, 0], True, "softmax")
     sampled, association, weight = torch.ops.tokamix.super_token_sample(tokens.detach(), cell, 1, True)
     out, statistics = torch.ops.tokamix.bank_mixing(mixed.detach(), policy.detach(), bank.detach(), *bank_options)
-    groups = {"q": (q, k, v), "x": (x, offset), "b": (mixed, policy, bank), "c": conv}
+    groups = {"q": (q, k, v), "x": (x, offset), "b": (mixed, policy, bank), "c": conv, "n": norm}
     fixed = {key: [t.detach() for t in group] for key, group in groups.items()}
     return {
         "sima_attention": (q, k, v, "l1", 1e-12),
@@ -177,6 +178,8 @@ def registered() -> dict[str, tuple]:
         "bank_mixing": (mixed, policy, bank, *bank_options),
         "bank_mixing_backward": (out, *fixed["b"], out, statistics, *bank_options),
         "broadcast_context": (broadcast, scale),
+        "layer_norm": (*norm, 1e-5, torch.bfloat16),
+        "layer_norm_backward": (fixed["n"][0].bfloat16(), *fixed["n"][:2], 1e-5),
         "depthwise_conv": (*conv, True, True),
         "depthwise_conv_backward": (fixed["c"][0], *fixed["c"][:2], True, True),
     }

@@ -176,3 +176,9 @@ def test_branch_fusion(compiled: Generated) -> None:
         return fuse_branches(branches, branch_summary(branches, backend).repeat(1, 3), backend)
 
     check(fuse, torch.zeros(3, 2, 196, 320).unbind(), compiled)
+
+
+@pytest.mark.parametrize("channels", [64, 320, 1280])
+def test_layer_norm(channels: int, compiled: Generated) -> None:
+    inputs = torch.zeros(2, 196, channels), torch.zeros(channels), torch.zeros(channels)
+    check(ops.layer_norm, inputs, compiled)

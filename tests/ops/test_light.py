@@ -9,6 +9,7 @@ from tokamix.ops.active_token.op import _active_gather
 from tokamix.ops.branch_fusion.op import _fuse, _summary
 from tokamix.ops.context_broadcast.op import _broadcast_context
 from tokamix.ops.depthwise_conv.op import _depthwise_conv
+from tokamix.ops.layer_norm.op import _layer_norm
 from tokamix.ops.operator import Operator
 from tokamix.ops.sima.op import _attention, _self_attention
 from tokamix.ops.super_token.op import _sample, _scatter
@@ -25,6 +26,7 @@ CASES: dict[str, tuple[Operator, list[tuple[int, ...]], tuple]] = {
     "bank_mixing": (_bank_mixing, [(2, 6, 2, 4), (2, 6, 3, 2), (3, 15)], ((2, 3), (2, 3), (0, 0), True, "softmax")),
     "branch_summary": (_summary, [(2, 5, 4)] * 3, ()),
     "fuse_branches": (_fuse, [(2, 5, 4)] * 3 + [(2, 12)], ()),
+    "layer_norm": (_layer_norm, [(2, 5, 4), (4,), (4,)], (1e-5, torch.float64)),
     "broadcast_context": (_broadcast_context, [(2, 5, 4), (4,)], ()),
 }
 

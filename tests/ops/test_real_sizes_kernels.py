@@ -80,3 +80,10 @@ def test_depthwise_conv(side: int, channels: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tokens", [49, 197, 784, 5000])
 def test_context_broadcast(tokens: int, dtype: torch.dtype) -> None:
     assert_kernel_close(ops.broadcast_context, (torch.randn(2, tokens, 384), torch.randn(384)), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "channels"), [(50_000, 64), (3001, 320), (700, 1280), (100, 8192)])
+def test_layer_norm(rows: int, channels: int, dtype: torch.dtype) -> None:
+    inputs = 3 * torch.randn(2, rows, channels) + 1, torch.randn(channels), torch.randn(channels)
+    assert_kernel_close(ops.layer_norm, inputs, dtype)

@@ -63,6 +63,12 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], dict[str, A
         {},
         ["p_sums", "p_small", "p_out", "p_sums", "p_small", "p_dq p_dk p_dv"],
     ),
+    "layer_norm": (
+        ops.layer_norm,
+        [(2, 196, 64), (64,), (64,)],
+        {},
+        ["p_out", "p_grad_x p_sums", "p_grad_weight p_grad_bias"],
+    ),
     "broadcast_context": (ops.broadcast_context, [(2, 197, 64), (64,)], {}, ["p_out", "p_out"]),
     "broadcast_context_split": (ops.broadcast_context, [(2, 5000, 64)], {}, ["p_sums", "p_out"] * 2),
     "fuse_branches": (
@@ -241,7 +247,7 @@ def test_keys_of_cached_graphs_hold_the_code_of_all_kernels() -> None:
     """PyTorch keeps compiled graphs on disk; if a kernel changes, it must not load the old one."""
     from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code as source_of
 
-    assert len(OPERATORS) == 18
+    assert len(OPERATORS) == 20
     for name in OPERATORS:
         sources = [source_of(kernel) for kernel in get_triton_kernels_for_op(name)]
         assert any("_kernel(" in source and "tl.store" in source for source in sources), name

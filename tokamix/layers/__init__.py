@@ -8,7 +8,7 @@ from tokamix.layers.embed import ConvEmbed, PatchEmbed
 from tokamix.layers.fold import FoldableSequential, MapSequential, fold_into_next, fold_into_previous
 from tokamix.layers.heads import SoftmaxProduct, merge_heads, split_heads
 from tokamix.layers.layout import channels_first, channels_last, map_to_tokens, tokens_to_map
-from tokamix.layers.norm import BatchNorm, RecomputedLayerNorm, apply_batch_norm
+from tokamix.layers.norm import BatchNorm, LayerNorm, RecomputedLayerNorm, apply_batch_norm
 from tokamix.layers.position import PositionEmbedding, fit_position_embeddings
 from tokamix.layers.recompute import recompute_in_backward
 from tokamix.layers.residual import Mlp, add_scaled
@@ -20,6 +20,7 @@ __all__ = [
     "DepthwiseConv",
     "FoldableSequential",
     "ImageConv",
+    "LayerNorm",
     "MapConv",
     "MapSequential",
     "Mlp",

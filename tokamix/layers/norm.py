@@ -1,17 +1,31 @@
 """Normalisation over the channels of maps and tokens."""
 
 import torch
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from tokamix.layers.bare import is_bare
 from tokamix.layers.recompute import recompute_in_backward
-from tokamix.ops import cpu
-from tokamix.ops.precision import autocast_dtype, autocast_enabled
+from tokamix.ops import cpu, dispatch, layer_norm
+from tokamix.ops.precision import to_autocast_dtype
 
 BatchNorm = nn.modules.batchnorm._BatchNorm  # base class of BatchNorm1d, 2d, 3d and SyncBatchNorm
+FEW_NUMBERS = 1 << 20  # where the host limits the speed, PyTorch's own call is the quickest
 
 
-class RecomputedLayerNorm(nn.LayerNorm):
+@register_notrace_module
+class LayerNorm(nn.LayerNorm):
+    """A LayerNorm in front of a matrix product: on large inputs of eager calls, our kernel writes autocast's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (..., C)."""
+        if torch.compiler.is_compiling() or x.numel() < FEW_NUMBERS or not dispatch.prefers_kernels(x):
+            return super().forward(x)
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+@register_notrace_module
+class RecomputedLayerNorm(LayerNorm):
     """A LayerNorm in front of a layer: its output has the autocast dtype and is recomputed in the backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -19,8 +33,7 @@ class RecomputedLayerNorm(nn.LayerNorm):
         return recompute_in_backward(self._normalise, x)
 
     def _normalise(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        return out.to(autocast_dtype(x)) if autocast_enabled(x) else out
+        return to_autocast_dtype(super().forward(x))
 
 
 def apply_batch_norm(norm: nn.Module, x: Tensor, inplace: bool = False) -> Tensor:

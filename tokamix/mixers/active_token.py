@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokamix.layers import Mlp, tokens_to_map
+from tokamix.layers import LayerNorm, Mlp, tokens_to_map
 from tokamix.ops import active_gather_axes, active_gather_joint, dispatch
 from tokamix.ops.active_token.op import GatherPlan, plan_gather_axes
 from tokamix.ops.branch_fusion.op import branch_summary, fuse_branches
@@ -25,7 +25,7 @@ class ActiveOffset(nn.Sequential):
         dd = {"device": device, "dtype": dtype}
         if dim % share:
             raise ValueError(f"{dim} channels cannot share offsets in groups of {share}: choose a divisor of {dim}")
-        super().__init__(nn.LayerNorm(dim, **dd), nn.Linear(dim, contexts * 2 * (dim // share), **dd))
+        super().__init__(LayerNorm(dim, **dd), nn.Linear(dim, contexts * 2 * (dim // share), **dd))
 
 
 class ActiveTokenMixer(nn.Module):

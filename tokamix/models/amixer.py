@@ -29,7 +29,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from tokamix.layers import GELU, Mlp, PatchEmbed, add_scaled, map_to_tokens, tokens_to_map
+from tokamix.layers import GELU, LayerNorm, Mlp, PatchEmbed, add_scaled, map_to_tokens, tokens_to_map
 from tokamix.mixers import WeightMixing
 from tokamix.models._backbone import Column, Pyramid, PyramidStage, image_cfg, register_model, rename
 from tokamix.ops import resize_bank
@@ -80,10 +80,10 @@ class Block(nn.Module):
     ) -> None:
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=eps, **dd)
+        self.norm1 = LayerNorm(dim, eps=eps, **dd)
         self.mixer = WeightMixing(dim, **mixer, **dd)
         self.ls1 = LayerScale(dim, layer_scale, **dd)
-        self.norm2 = nn.LayerNorm(dim, eps=eps, **dd)
+        self.norm2 = LayerNorm(dim, eps=eps, **dd)
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=GELU, **dd)
         self.ls2 = LayerScale(dim, layer_scale, **dd)
         self.drop_path = DropPath(drop_path)

@@ -16,7 +16,7 @@ from timm.layers import DropPath, calculate_drop_path_rates
 from timm.models import build_model_with_cfg, generate_default_cfgs
 from torch import Tensor, nn
 
-from tokamix.layers import GELU, DepthwiseConv, MapConv, Mlp, channels_last, map_to_tokens, tokens_to_map
+from tokamix.layers import GELU, DepthwiseConv, LayerNorm, MapConv, Mlp, channels_last, map_to_tokens, tokens_to_map
 from tokamix.mixers.active_token import ActiveOffset, ActiveTokenMixer
 from tokamix.models._backbone import Pyramid, PyramidStage, image_cfg, register_model
 from tokamix.ops.active_token.op import GatherPlan
@@ -40,9 +40,9 @@ class ActiveBlock(nn.Module):
         dd = {"device": device, "dtype": dtype}
         super().__init__()
         self.offset = ActiveOffset(dim, share, contexts, **dd) if predict else None
-        self.norm1 = nn.LayerNorm(dim, **dd)
+        self.norm1 = LayerNorm(dim, **dd)
         self.mixer = ActiveTokenMixer(dim, share, contexts, offsets, predict=False, **dd)
-        self.norm2 = nn.LayerNorm(dim, **dd)
+        self.norm2 = LayerNorm(dim, **dd)
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=GELU, **dd)
         self.drop_path = DropPath(drop_path)
 

@@ -17,6 +17,7 @@ from tokamix.layers import (
     GELU,
     DepthwiseConv,
     ImageConv,
+    LayerNorm,
     MapConv,
     MapSequential,
     Mlp,
@@ -75,7 +76,7 @@ class Block(nn.Module):
         super().__init__()
         hidden_dim = int(dim * mlp_ratio)
         self.cpe = DepthwiseConv(dim, residual=True, **dd) if cpe else None
-        self.norm1 = nn.LayerNorm(dim, eps=1e-6, **dd)
+        self.norm1 = LayerNorm(dim, eps=1e-6, **dd)
         self.mixer = SuperTokenAttention(dim, **mixer, **dd)
         self.ls1 = nn.Identity() if layer_scale is None else LayerScale(dim, layer_scale, **dd)
         self.norm2: nn.Module = nn.BatchNorm1d(dim, **dd)

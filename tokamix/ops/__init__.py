@@ -3,6 +3,7 @@
 from tokamix.ops.active_token.op import active_gather, active_gather_axes, active_gather_joint
 from tokamix.ops.context_broadcast.op import broadcast_context
 from tokamix.ops.depthwise_conv.op import depthwise_conv
+from tokamix.ops.layer_norm.op import layer_norm
 from tokamix.ops.mask_paste.op import paste_masks
 from tokamix.ops.nms.op import batched_nms
 from tokamix.ops.roi_align.op import multiscale_roi_align
@@ -19,6 +20,7 @@ __all__ = [
     "batched_nms",
     "broadcast_context",
     "depthwise_conv",
+    "layer_norm",
     "multiscale_roi_align",
     "paste_masks",
     "resize_bank",

@@ -1,0 +1,1 @@
+"""LayerNorm that writes autocast's dtype."""
