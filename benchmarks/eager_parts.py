@@ -4,7 +4,7 @@
 
 The step of `eager.py` (forward and backward of 128 images of 224 px under bf16 autocast) with both, without either one,
 and without both, in turn in one process. `host_ms` is the time until Python has queued a step, `gpu_ms` the sum of its
-kernels in a profile. For a trial without a GPU: `--device cpu --batch 1 --models pyramid_nano_softmax`.
+kernels in a profile. For a trial without a GPU: `--device cpu --batch 1 --models stvit_small`.
 """
 
 import argparse

@@ -204,6 +204,20 @@ def test_authors_initialisation() -> None:
     assert fc1.bias.any()
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+def test_gelu_within_the_product_or_the_convolution(monkeypatch: pytest.MonkeyPatch, hooked: bool) -> None:
+    """In inference in half precision on a GPU; a hook of the convolution sees its usual input."""
+    layer, x, seen = ConvFFN(8, 32).bfloat16(), torch.randn(2, 15, 8, dtype=torch.bfloat16), []
+    layers: Any = layer
+    expected = layers.fc2(layers.conv(layers.fc1(x).unflatten(1, (3, 5))).flatten(1, 2))
+    monkeypatch.setattr("tokamix.layers.activation._can_fuse", lambda linear, x: True)
+    if hooked:
+        layer.conv.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    found = layer(x, (3, 5))
+    assert (found - expected).norm() < 0.01 * expected.norm()
+    assert [y.min() < -0.5 for y in seen] == [True] * hooked  # below the minimum of GELU
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match=r"depths must have one value for each of the 4 stages in dims, got \(1, 2\)"):
         timm.create_model("stvit_small", depths=(1, 2), device="meta")

@@ -1,6 +1,6 @@
 """Layers shared by the blocks of several model families."""
 
-from tokamix.layers.activation import GELU, approximate_gelu
+from tokamix.layers.activation import GELU, approximate_gelu, fused_linear_gelu
 from tokamix.layers.bare import is_bare, is_hooked
 from tokamix.layers.cast import casts_weights
 from tokamix.layers.conv import DepthwiseConv, ImageConv, MapConv, PatchConv
@@ -38,6 +38,7 @@ __all__ = [
     "fit_position_embeddings",
     "fold_into_next",
     "fold_into_previous",
+    "fused_linear_gelu",
     "is_bare",
     "is_hooked",
     "map_to_tokens",

@@ -89,14 +89,15 @@ class DepthwiseConv(MapConv):
         )
         self.residual, self.gelu = residual, gelu
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Convolve x (B, H, W, C)."""
+    def forward(self, x: Tensor, activated: bool = False) -> Tensor:
+        """Convolve x (B, H, W, C), or GELU(x) if this is the layer's option and x is not `activated` yet."""
+        gelu = self.gelu and not activated
         if cpu.usable(x) and self.weight.dtype is x.dtype and x.ndim == 4 and x.shape[3] == self.in_channels:
-            image, padding = channels_first(F.gelu(x) if self.gelu else x), self.padding
+            image, padding = channels_first(F.gelu(x) if gelu else x), self.padding
             return channels_last(
                 cpu.conv(image, self.weight, self.bias, padding, groups=self.groups, residual=self.residual)  # type: ignore[arg-type]
             )
-        return depthwise_conv(x, self.weight, self.bias, self.residual, self.gelu)
+        return depthwise_conv(x, self.weight, self.bias, self.residual, gelu)
 
     def extra_repr(self) -> str:
         """The text of torch.nn.Conv2d and the options that are on."""

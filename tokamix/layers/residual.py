@@ -6,14 +6,21 @@ import torch
 from timm import layers
 from torch import Tensor, nn
 
+from tokamix.layers.activation import linear_gelu
+
 
 class Mlp(layers.Mlp):
-    """timm's Mlp; dropout that drops nothing is no layer."""
+    """timm's Mlp; dropout that drops nothing is no layer, and GELU can be a part of the first one."""
 
     def __init__(self, *args: Any, drop: float | tuple[float, float] = 0.0, **kwargs: Any) -> None:
         super().__init__(*args, drop=drop, **kwargs)
         if not drop:
             self.drop1, self.drop2 = nn.Identity(), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        x = self.drop1(linear_gelu(self.fc1, self.act, x))
+        return self.drop2(self.fc2(self.norm(x)))
 
 
 def add_scaled(x: Tensor, branch: Tensor, scale: Tensor, drop_path: nn.Module) -> Tensor:

@@ -10,12 +10,13 @@ authors do not resize them if a grid has a different shape but as many tokens.
 from typing import Any
 
 import torch
-from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_act_layer, to_2tuple
+from timm.layers import DropPath, calculate_drop_path_rates, get_act_layer, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs
 from torch import Tensor, nn
 
 from tokamix.layers import (
     ConvEmbed,
+    Mlp,
     PatchEmbed,
     PositionEmbedding,
     SoftmaxProduct,

@@ -26,6 +26,7 @@ from tokamix.layers import (
     channels_first,
     channels_last,
     fold_into_next,
+    fused_linear_gelu,
     is_bare,
     is_hooked,
     tokens_to_map,
@@ -49,7 +50,11 @@ class ConvFFN(nn.Module):
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """Tokens x (B, H*W, C) of grid (H, W) -> the same shape."""
-        z = self.conv(tokens_to_map(self.fc1(x), grid))
+        z = None if is_hooked(self.conv) else fused_linear_gelu(self.fc1, x)
+        if z is None:
+            z = self.conv(tokens_to_map(self.fc1(x), grid))
+        else:
+            z = self.conv(tokens_to_map(z, grid), activated=True)
         return self.fc2(z.flatten(1, 2))
 
 

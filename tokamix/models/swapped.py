@@ -25,7 +25,7 @@ from timm.models import (
 from torch import Tensor, nn
 
 from tokamix._construction import forget_record
-from tokamix.layers import PatchConv
+from tokamix.layers import Mlp, PatchConv
 from tokamix.models import cvt, localvit, pvt  # noqa: F401  (registers the hosts that timm lacks)
 from tokamix.models._backbone import register_model
 from tokamix.ops import dispatch
@@ -122,7 +122,7 @@ def _create(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
 
     def build(**kwargs: Any) -> nn.Module:
         model = entry(**kwargs)
-        _use_patch_conv(model)
+        _use_own_layers(model)
         if isinstance(model, VisionTransformer) and model.dynamic_img_size:
             model._pos_embed = partial(_embed_positions, model)
         variant.change(model)
@@ -139,15 +139,17 @@ def _create(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
     )
 
 
-def _use_patch_conv(model: nn.Module) -> None:
-    """Replace a host's patch embedding convolution by `PatchConv`, in place."""
-    for embed in model.modules():
-        conv = embed.proj if isinstance(embed, timm.layers.PatchEmbed) else None
+def _use_own_layers(model: nn.Module) -> None:
+    """Replace a host's patch embedding convolution by `PatchConv` and its MLPs by ours, in place."""
+    for module in model.modules():
+        if type(module) is timm.layers.Mlp:
+            module.__class__ = Mlp  # the same layers, another forward pass
+        conv = module.proj if isinstance(module, timm.layers.PatchEmbed) else None
         if type(conv) is nn.Conv2d and conv.kernel_size == conv.stride and conv.padding == (0, 0):
             height, width = conv.kernel_size
             product = PatchConv(conv.in_channels, conv.out_channels, (height, width), device="meta")
             product.weight, product.bias = conv.weight, conv.bias
-            embed.proj = product
+            module.proj = product
 
 
 def _embed_positions(model: Any, x: Tensor) -> Tensor:

@@ -47,9 +47,10 @@ def fuse_branches(branches: Sequence[Tensor], logits: Tensor, backend: str | Non
 
 def _choose(op: str, tensors: Sequence[Tensor], backend: str | None) -> str:
     limit = better = None
-    if len(tensors) - (op == "fuse_branches") != BRANCHES:
+    fuses = op == "fuse_branches"
+    if len(tensors) - fuses != BRANCHES:
         limit = f"the kernels fuse {BRANCHES} branches"
-    elif torch.compiler.is_compiling():
+    elif torch.compiler.is_compiling() and (fuses or dispatch.is_exporting()):  # three means would be six kernels
         better = "torch.compile fuses it with neighbouring operators"
     elif tensors[0].shape[1] > MANY_TOKENS:
         better = f"{tensors[0].shape[1]} tokens are over {MANY_TOKENS}"
