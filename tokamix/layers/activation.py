@@ -1,5 +1,7 @@
 """GELU with fast approximations for half precision on a GPU: in compiled models, and as a part of a linear layer."""
 
+from typing import Any
+
 import timm.layers
 import torch
 from torch import Tensor, nn
@@ -45,7 +47,8 @@ def fused_linear_gelu(linear: nn.Module, x: Tensor) -> Tensor | None:
     """
     if not _can_fuse(linear, x):
         return None
-    product = torch._addmm_activation(linear.bias, x.flatten(0, -2), linear.weight.t(), use_gelu=True)
+    layer: Any = linear
+    product = torch._addmm_activation(layer.bias, x.flatten(0, -2), layer.weight.t(), use_gelu=True)
     return product.unflatten(0, x.shape[:-1])
 
 
@@ -55,6 +58,8 @@ def _can_fuse(linear: nn.Module, x: Tensor) -> bool:
         return False
     if dispatch.is_watched() and not torch.compiler.is_compiling():
         return False
+    weight: Any
+    bias: Any
     weight, bias = linear.weight, linear.bias
     plain = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter) and type(bias) in (Tensor, nn.Parameter)
     return plain and x.dtype in HALF and x.dtype is weight.dtype is bias.dtype and dispatch.prefers_kernels(x)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -105,9 +105,14 @@ def _wanted(x: Any) -> bool:
 
 def _is_plain(layer: nn.Module) -> bool:
     """Whether a layer is one that autocast casts the weights of, and does nothing else with them."""
-    if not isinstance(layer, nn.Linear | _ConvNd) or isinstance(layer, DepthwiseConv):  # which takes float32
+    return _is_plain_kind(type(layer)) and not is_hooked(layer)
+
+
+@cache
+def _is_plain_kind(kind: Any) -> bool:
+    if not issubclass(kind, nn.Linear | _ConvNd) or issubclass(kind, DepthwiseConv):  # which takes float32
         return False
-    return type(layer).__module__.startswith(("torch.nn.modules.", "tokamix.layers.")) and not is_hooked(layer)
+    return kind.__module__.startswith(("torch.nn.modules.", "tokamix.layers."))
 
 
 def _is_castable(weight: Any, device: torch.device) -> bool:
