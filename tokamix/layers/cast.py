@@ -3,20 +3,21 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from tokamix.layers.bare import is_hooked
-from tokamix.layers.conv import DepthwiseConv
+from tokamix.layers.conv import ImageConv, MapConv, PatchConv
 from tokamix.ops import dispatch
 from tokamix.ops.precision import autocast_enabled
 
 NAMES = ("weight", "bias")
+# layers that autocast casts the weights of, and that do nothing else with them; not DepthwiseConv, which takes float32
+KINDS = frozenset((nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, MapConv, ImageConv, PatchConv))
 ENABLED = os.environ.get("TOKAMIX_CAST_WEIGHTS", "1") != "0"
 
 
@@ -47,7 +48,7 @@ def cast_weights(model: nn.Module, device: torch.device) -> Iterator[None]:
     found = [
         (layer, name, weight)
         for layer in model.modules()
-        if _is_plain(layer)
+        if type(layer) in KINDS and not is_hooked(layer)
         for name in NAMES
         if _is_castable(weight := layer._parameters.get(name), device) and name not in vars(layer)
     ]
@@ -101,18 +102,6 @@ def _wanted(x: Any) -> bool:
         return False
     # of several processes, each sends its gradients while others are computed
     return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    """Whether a layer is one that autocast casts the weights of, and does nothing else with them."""
-    return _is_plain_kind(type(layer)) and not is_hooked(layer)
-
-
-@cache
-def _is_plain_kind(kind: Any) -> bool:
-    if not issubclass(kind, nn.Linear | _ConvNd) or issubclass(kind, DepthwiseConv):  # which takes float32
-        return False
-    return kind.__module__.startswith(("torch.nn.modules.", "tokamix.layers."))
 
 
 def _is_castable(weight: Any, device: torch.device) -> bool:
