@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from tokamix.layers import (
     GELU,
     DepthwiseConv,
-    FoldableSequential,
     ImageConv,
     MapConv,
+    MapSequential,
     Mlp,
     RecomputedLayerNorm,
     add_scaled,
@@ -43,7 +43,7 @@ LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 Grid = tuple[int, int]
 
 
-class XCiTStem(FoldableSequential):
+class XCiTStem(MapSequential):
     """3x3 convolutions of stride 2 with batch norm and activations, until a patch is one token."""
 
     def __init__(
@@ -56,13 +56,14 @@ class XCiTStem(FoldableSequential):
         widths = [in_chans] + [dim // 2**i for i in reversed(range(halvings))]
         layers: list[nn.Module] = []
         for before, after in pairwise(widths):
-            conv = nn.Conv2d if layers else ImageConv
-            layers += [conv(before, after, 3, 2, 1, bias=False, **dd), nn.BatchNorm2d(after, **dd), act_layer()]
+            conv = MapConv if layers else ImageConv
+            layers += [conv(before, after, 3, 2, 1, bias=False, **dd), nn.BatchNorm1d(after, **dd), act_layer()]
         super().__init__(*layers[:-1])
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) -> map (B, h, w, dim)."""
-        return channels_last(super().forward(x))
+        first, *others = self
+        return self._call(others, channels_last(first(x)))
 
 
 class FourierPositions(nn.Module):

@@ -25,7 +25,7 @@ from timm.models import (
 from torch import Tensor, nn
 
 from tokamix._construction import forget_record
-from tokamix.layers import Mlp, PatchConv
+from tokamix.layers import GELU, Mlp, PatchConv
 from tokamix.models import cvt, localvit, pvt  # noqa: F401  (registers the hosts that timm lacks)
 from tokamix.models._backbone import register_model
 from tokamix.ops import dispatch
@@ -140,10 +140,12 @@ def _create(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
 
 
 def _use_own_layers(model: nn.Module) -> None:
-    """Replace a host's patch embedding convolution by `PatchConv` and its MLPs by ours, in place."""
-    for module in model.modules():
+    """Replace a host's patch embedding convolution by `PatchConv`, and its MLPs with their GELUs by ours, in place."""
+    for module in list(model.modules()):
         if type(module) is timm.layers.Mlp:
             module.__class__ = Mlp  # the same layers, another forward pass
+            if type(module.act) in (nn.GELU, timm.layers.GELU) and getattr(module.act, "approximate", "none") == "none":
+                module.act = GELU()
         conv = module.proj if isinstance(module, timm.layers.PatchEmbed) else None
         if type(conv) is nn.Conv2d and conv.kernel_size == conv.stride and conv.padding == (0, 0):
             height, width = conv.kernel_size
