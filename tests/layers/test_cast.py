@@ -8,6 +8,7 @@ import pytest
 import torch
 from timm import create_model
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrizations, prune
 from torch.profiler import ProfilerActivity, profile
 
@@ -162,3 +163,43 @@ def test_not_without_autocast() -> None:
     with dispatch.use_light(False), torch.autocast("cpu", torch.bfloat16):
         model(torch.randn(1, 3, 32, 32))
     assert dtypes == [torch.float32, torch.float32]
+
+
+@pytest.fixture
+def compiled_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
+    """A backend of torch.compile that counts graphs; compiled calls cast all weights on the CPU, too."""
+    monkeypatch.setattr(cast, "_wanted", lambda x: cast.ENABLED and torch.compiler.is_compiling())
+    torch._dynamo.reset()
+    yield CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+
+
+def casts_of(graph: Any) -> int:
+    return sum("cast_each" in str(node.target) for node in graph.graph.nodes)
+
+
+def test_compiled(compiled_as_on_a_gpu: CompileCounterWithBackend) -> None:
+    model = create("columnar_tiny_sima")
+    model.blocks[1].requires_grad_(False)
+    parameters = list(model.parameters())
+    run = torch.compile(model.forward, backend=compiled_as_on_a_gpu, fullgraph=True)
+    assert_same(model, run)
+    step(model, run)
+    assert [casts_of(graph) for graph in compiled_as_on_a_gpu.graphs] == [1, 0]  # and not compiled again
+    assert all(x is y for x, y in zip(model.parameters(), parameters, strict=True))
+
+
+def test_compiled_with_weights_that_are_not_used(compiled_as_on_a_gpu: CompileCounterWithBackend) -> None:
+    model = create("columnar_tiny_sima")
+
+    def features(x: Tensor) -> Tensor:
+        return model.forward_intermediates(x, [0], stop_early=True, intermediates_only=True)[0]
+
+    assert_same(model, torch.compile(features, backend=compiled_as_on_a_gpu, fullgraph=True))
+    assert casts_of(compiled_as_on_a_gpu.graphs[0]) == 1
+    assert model.head.weight.grad is None
+
+
+def test_operator_of_compiled_graphs() -> None:
+    weights = [torch.randn(3, 4, requires_grad=True), torch.randn(5, requires_grad=True)]
+    torch.library.opcheck(torch.ops.tokamix.cast_each, (weights, torch.bfloat16))
