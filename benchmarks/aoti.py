@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("--prepare-seconds", type=float, default=105.0)
     parser.add_argument("--deadline", type=float, default=150.0, help="seconds after which no turn begins")
     parser.add_argument("--output", type=Path, default=Path("results/aoti.csv"))
+    parser.add_argument("--start-when", type=Path, help="a file; nothing is timed before it exists")
     options = parser.parse_args()
 
     def log(line: str) -> None:
@@ -90,7 +91,8 @@ def main() -> None:
         for name in options.models.split(",")
         for batch in options.batches.split(",")
     }
-    workers = measure(creates, begin + options.deadline, log, options.prepare_seconds)
+    end = begin + options.deadline
+    workers = measure(creates, end, log, options.prepare_seconds, start_when=options.start_when)
     for worker in workers:
         if worker.problem:
             log(f"{worker.label} is left out: {worker.problem}")

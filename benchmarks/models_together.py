@@ -8,6 +8,8 @@ Compilation takes most of the time and little of the GPU, so on a rented GPU thi
 each. Rows are written group by group, and the same command again measures what is missing. The first call of a model
 (`first_call_s`) is measured with empty caches and two compiler threads, while the others of its group compile.
 `--profile REGEX` writes the slowest kernels of the models whose labels match to results/<suite>_kernels.csv.
+`--start-when FILE` compiles all groups at once and waits for this file before anything is timed, so that a GPU can do
+other work while models compile.
 """
 
 import argparse
@@ -42,6 +44,8 @@ def work(create: Callable[[], Any], parent: Connection) -> None:
     try:
         timed = create()
         timed.first_call()
+        if timed.device == "cuda":
+            torch.cuda.empty_cache()  # for the others
         parent.send(None)
         while (command := parent.recv()) != "stop":
             if command == "profile":
@@ -52,7 +56,7 @@ def work(create: Callable[[], Any], parent: Connection) -> None:
             else:
                 timed.time(TURN_SECONDS)
             if timed.device == "cuda":
-                torch.cuda.empty_cache()  # for the others
+                torch.cuda.empty_cache()
             parent.send(timed.row.as_dict())
     except Exception as error:
         parent.send(f"FAILED, {type(error).__name__}: {str(error)[:300]}")
@@ -110,6 +114,7 @@ def measure(
     log: Callable[[str], object] = print,
     compile_seconds: float | None = None,
     profiled: str = "",
+    start_when: Path | None = None,
 ) -> list[Worker]:
     """Compile the models of a group at the same time, then check and time them in turn.
 
@@ -119,6 +124,7 @@ def measure(
         log: called with one line per event.
         compile_seconds: time after which the compiled models are timed, even if others still compile.
         profiled: regular expression of the labels that are profiled after they were timed; "" for none.
+        start_when: a file; nothing is timed before it exists.
     """
     with ExitStack() as stack:
         workers = [Worker(label, create) for label, create in creates.items()]
@@ -133,6 +139,10 @@ def measure(
                 log(f"{worker.label}: {worker.problem or 'compiled'}")
         for worker in compiling.values():
             worker.problem = "FAILED, not compiled in time"
+        if start_when is not None:
+            log(f"all is compiled; waiting for {start_when}")
+            while not start_when.exists() and time.monotonic() < end:
+                time.sleep(0.2)
         for turn, command in enumerate(("check", *["time"] * TURNS)):
             for worker in workers:
                 if not worker.problem and (turn < 2 or time.monotonic() < end):  # at least one turn each
@@ -165,6 +175,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="regular expression that labels must match")
     parser.add_argument("--deadline", type=float, default=math.inf, help="seconds after which no group or turn begins")
     parser.add_argument("--profile", default="", help="regular expression of the labels whose kernels are listed")
+    parser.add_argument("--compile-seconds", type=float, help="after which what is compiled is timed")
+    parser.add_argument("--start-when", type=Path, help="a file; nothing is timed before it exists")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = RowFile(options.output / f"{options.suite}.csv", keep=True)
@@ -175,12 +187,13 @@ def main() -> None:
     groups: dict[str, dict[str, Callable[[], Any]]] = {}
     for group, label, create in CASES[options.suite](device):
         if re.search(options.only, label) and label not in rows.labels:
-            groups.setdefault(group, {})[label] = create
+            groups.setdefault("" if options.start_when else group, {})[label] = create
     for group, creates in groups.items():
         if time.monotonic() > start + options.deadline:
             log(f"deadline: {len(creates)} rows of {group!r} are missing; run the same command again")
             continue
-        for worker in measure(creates, start + options.deadline, log, profiled=options.profile):
+        end, wait_for = start + options.deadline, options.start_when
+        for worker in measure(creates, end, log, options.compile_seconds, options.profile, wait_for):
             if not worker.problem:
                 rows.append(worker.label, worker.row, device)
             if worker.costs:

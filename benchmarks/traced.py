@@ -38,11 +38,13 @@ def main() -> None:
     start = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--kernels", nargs="+", default=["launches", "operators"], choices=["launches", "operators"])
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--deadline", type=float, default=190, help="seconds in all")
     parser.add_argument("--output", type=Path, default=Path("results/traced.csv"))
+    parser.add_argument("--start-when", type=Path, help="a file; nothing is timed before it exists")
     options = parser.parse_args()
 
     def log(line: str) -> None:
@@ -51,11 +53,11 @@ def main() -> None:
     creates = {}
     for name in options.models:
         ours = "tokamix" in timm.model_entrypoint(name).__module__
-        for kernels in ("launches", "operators") if ours else ("",):
+        for kernels in options.kernels if ours else [""]:
             label = f"{name}, {kernels}" if ours else name
             creates[label] = partial(create, name, kernels, options.size, options.batch, options.device)
     compile_seconds, end = options.deadline - TIMING_SECONDS, start + options.deadline
-    workers = measure(creates, end, log, compile_seconds=compile_seconds, profiled=".")
+    workers = measure(creates, end, log, compile_seconds, ".", options.start_when)
     rows = RowFile(options.output)
     costs = options.output.with_name(f"{options.output.stem}_kernels.csv")
     costs.unlink(missing_ok=True)
