@@ -200,6 +200,22 @@ def test_compiled_with_weights_that_are_not_used(compiled_as_on_a_gpu: CompileCo
     assert model.head.weight.grad is None
 
 
+def test_compiled_blocks_cast_their_own_weights() -> None:
+    model = create("columnar_tiny_sima")
+    seen: list[torch.dtype] = []
+
+    def look(block: nn.Module, args: Any) -> None:
+        seen.extend((block.mlp.fc1.weight.dtype, model.head.weight.dtype))
+
+    torch._dynamo.reset()
+    model.blocks[0].register_forward_pre_hook(look)
+    model.blocks[1].register_forward_pre_hook(look)
+    model.blocks[1].compile(backend="eager")
+    assert_same(model)
+    assert seen[:4] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16]
+    torch._dynamo.reset()
+
+
 def test_operator_of_compiled_graphs() -> None:
     weights = [torch.randn(3, 4, requires_grad=True), torch.randn(5, requires_grad=True)]
     torch.library.opcheck(torch.ops.tokamix.cast_each, (weights, torch.bfloat16))

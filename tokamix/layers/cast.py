@@ -79,13 +79,22 @@ def _call_compiled(forward: Callable[..., Any], model: nn.Module, x: Tensor, *ar
 def _find(model: nn.Module, device: torch.device) -> list[tuple[Any, str, Any]]:
     """The weights that autocast would cast: layer, name and weight."""
     found: list[tuple[Any, str, Any]] = []
-    for layer in model.modules():
+    for layer in model.modules() if torch.compiler.is_compiling() else _eager_modules(model):
         if type(layer) in KINDS and not is_hooked(layer):
             for name in NAMES:
                 weight = layer._parameters.get(name)
                 if _is_castable(weight, device) and name not in vars(layer):
                     found.append((layer, name, weight))
     return found
+
+
+def _eager_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model without those in compiled blocks: these fuse their casts with other work, and CUDA graphs
+    would copy weights that are new tensors in each step."""
+    for child in model.children():
+        if child._compiled_call_impl is None:
+            yield child
+            yield from _eager_modules(child)
 
 
 @torch.library.custom_op("tokamix::cast_each", mutates_args=())
