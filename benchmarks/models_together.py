@@ -139,16 +139,18 @@ def measure(
                 log(f"{worker.label}: {worker.problem or 'compiled'}")
         for worker in compiling.values():
             worker.problem = "FAILED, not compiled in time"
+        for worker in workers:
+            if not worker.problem:
+                worker.ask("check")
         if start_when is not None:
-            log(f"all is compiled; waiting for {start_when}")
+            log(f"all is compiled and checked; waiting for {start_when}")
             while not start_when.exists() and time.monotonic() < end:
                 time.sleep(0.2)
-        for turn, command in enumerate(("check", *["time"] * TURNS)):
+        for turn in range(TURNS):
             for worker in workers:
-                if not worker.problem and (turn < 2 or time.monotonic() < end):  # at least one turn each
-                    worker.ask(command)
-                    if command == "time":
-                        log(f"{worker.label}: {worker.problem or worker.row['milliseconds']} ms after turn {turn}")
+                if not worker.problem and (turn == 0 or time.monotonic() < end):  # at least one turn each
+                    worker.ask("time")
+                    log(f"{worker.label}: {worker.problem or worker.row['milliseconds']} ms after turn {turn + 1}")
         for worker in workers:
             if profiled and re.search(profiled, worker.label) and not worker.problem and time.monotonic() < end:
                 worker.ask("profile")
