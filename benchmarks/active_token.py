@@ -54,7 +54,7 @@ def inputs(batch: int, side: int, dim: int, share: int, spread: float, dtype: to
     return x.requires_grad_(), offset.to(dtype).requires_grad_()
 
 
-def errors(shape: tuple[int, ...], spread: float, dtype: torch.dtype) -> str:
+def errors(shape: tuple[int, int, int, int], spread: float, dtype: torch.dtype) -> str:
     """Relative RMSE of outputs and gradients against float64, kernel / plain PyTorch in the same precision."""
     x, offset = inputs(*shape, spread, dtype)
     results = []
@@ -69,7 +69,7 @@ def errors(shape: tuple[int, ...], spread: float, dtype: torch.dtype) -> str:
     return ("WRONG " if bad else "ok ") + "  ".join(f"{k:.1e}/{p:.1e}" for k, p in pairs)
 
 
-def time_kernels(shape: tuple[int, ...], spread: float, tile: int, warps: int) -> str:
+def time_kernels(shape: tuple[int, int, int, int], spread: float, tile: int, warps: int) -> str:
     from tokamix.ops.active_token import kernels
 
     x, offset = (t.detach() for t in inputs(*shape, spread, torch.bfloat16))
@@ -94,7 +94,7 @@ class Projected(nn.Module):
         return self.embed[0](width), self.embed[1](height)
 
 
-def time_operator(shape: tuple[int, ...], spread: float, gather: Callable, dtype: torch.dtype) -> str:
+def time_operator(shape: tuple[int, int, int, int], spread: float, gather: Callable, dtype: torch.dtype) -> str:
     x, offset = inputs(*shape, spread, dtype)
     module = Projected(shape[2], gather).to("cuda", dtype)
     seeds = [torch.randn_like(x) for _ in range(2)]

@@ -63,7 +63,7 @@ def resident(batch: int = 1024, steps: int = 60) -> None:
         recipe = ClassifyRecipe(name=name, image_size=32, batch_size=batch, mixup=0.8, cutmix=1.0, **values)
         loader = create_train_loader(data, recipe, batch_size=batch, device="cuda")
         batches = chain.from_iterable(loader.epoch(epoch) for epoch in count())
-        mixed = (mix(*pair, recipe, 100, (0, i)) for i, pair in enumerate(batches))
+        mixed = (mix(images, labels, recipe, 100, (0, i)) for i, (images, labels) in enumerate(batches))
         fixed_batch = next(mixed)
         fixed = seconds(step, (fixed_batch for _ in count()), steps)
         trained = seconds(step, mixed, steps)

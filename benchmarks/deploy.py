@@ -143,7 +143,7 @@ def export_all(folder: Path, models: list[tuple[str, int]], paths: tuple[str, ..
         }
         metadata = {"inference": config.to_dict(), "input": "float32", "size": [size, size], "batch": 1}
         metadata |= {"outputs": ["logits"], "features": False, "multiple": 1, "model": name}
-        batches = calibration_batches(graph, config, _random_data(size, len(config.class_names)), 1)
+        batches = calibration_batches(graph, config, _random_data(size, len(config.class_names)), 1, (size, size))
         for path, file in missing.items():
             to, _, kind = path.partition("-")
             program, precision = programs[to], kind or "fp32"
@@ -396,7 +396,7 @@ def drop_interval(lost: int, gained: int, images: int) -> tuple[float, float]:
     if not total:
         return 0.0, 0.0
     ci = binomtest(lost, total).proportion_ci()
-    return tuple(100 * total * (2 * share - 1) / images for share in (ci.low, ci.high))  # type: ignore[return-value]
+    return tuple(100 * total * (2 * share - 1) / images for share in (ci.low, ci.high))
 
 
 def int8_lines(rows: list[dict[str, str]], layers: list[dict[str, str]]) -> list[str]:

@@ -47,12 +47,17 @@ class Network:
         self.programs = {to: trace(self.graph, size, None, config, name, to) for to in ("onnx", "openvino")}
         self.config: InferenceConfig = config
         self.data = data
-        self.metadata = {"inference": config.to_dict(), "input": "float32", "size": list(size), "batch": None}
+        self.metadata: dict[str, Any] = {
+            "inference": config.to_dict(),
+            "input": "float32",
+            "size": list(size),
+            "batch": None,
+        }
         self.metadata |= {"outputs": ["logits"], "features": False, "multiple": 1, "model": name}
 
     def quantizer(self, runtime: str, attention: bool) -> _Onnx | _OpenVino:
         """The calibrated quantiser of a runtime."""
-        batches = calibration_batches(self.graph, self.config, self.data, 1)
+        batches = calibration_batches(self.graph, self.config, self.data, 1, self.metadata["size"])
         metadata = {**self.metadata, "precision": "int8"}
         if runtime == "onnx":
             return _Onnx(self.programs[runtime], metadata, OPSET, batches, attention)

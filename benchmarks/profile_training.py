@@ -83,7 +83,7 @@ def profile(study: str, arm: str, steps: int, kernels: int, folder: str, device:
             print_costs(lambda: train_step(engine, batches), device, 5, rows=kernels)
         raise StopError
 
-    Engine._train_step = measured  # type: ignore[method-assign]
+    Engine._train_step = measured
     try:
         train(None, create_noise(recipe.image_size), recipe, f"{folder}/run", device=device, quiet=True)
     except StopError:

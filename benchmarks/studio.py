@@ -41,7 +41,9 @@ def measure_clicks(look: Look, view: View) -> tuple[float, float, float]:
 
 def clicks() -> None:
     names = {mixer: f"pyramid_nano_{mixer}.imagenette" for mixer in MIXERS}
-    cases = [(mixer, (name,), PICTURES) for mixer, name in names.items()]
+    cases: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
+        (mixer, (name,), PICTURES) for mixer, name in names.items()
+    ]
     cases += [(f"{mixer}, receptive field", (name,), ("receptive_field",)) for mixer, name in names.items()]
     cases += [("three models", DEFAULT_MODELS, PICTURES), ("three models, default", DEFAULT_MODELS, View().pictures)]
     print(f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}")

@@ -22,11 +22,11 @@ from tokamix.train import train
 
 def random_data() -> DatasetSplits:
     classes = [str(i) for i in range(100)]
-    parts = [
+    train_part, val_part = (
         ArrayDataset(torch.randint(0, 256, (n, 3, 32, 32), dtype=torch.uint8), torch.arange(n) % 100, classes)
         for n in (50_000, 10_000)
-    ]
-    return DatasetSplits("random", *parts, tuple(classes))
+    )
+    return DatasetSplits("random", train_part, val_part, tuple(classes))
 
 
 def seconds_of_data(data: DatasetSplits, recipe, device: str, batches: int = 50) -> float:

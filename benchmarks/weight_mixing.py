@@ -37,7 +37,7 @@ CASES = {  # side, window, shift, heads, head dim, bank
     "released 4": (7, 7, 0, 24, 32, 36),
 }
 TUNED = ("supplement 3", "released 3", "released 1")
-VARIANTS = {
+VARIANTS: dict[str, dict[str, tuple[int, ...]]] = {
     "compose": {
         "compose_p": (64, 128),
         "compose_warps": (4, 8),
