@@ -64,7 +64,7 @@ def test_exported_detectors_are_evaluated(detector_run: Path, monkeypatch: pytes
     outputs = ["boxes", "labels", "scores", "masks"]
     metadata = {"inference": config.to_dict(), "input": "float32", "size": None, "batch": 1, "outputs": outputs}
     file = ExportedModel(graph, {**metadata, "features": False}, Path("m.onnx"))
-    monkeypatch.setattr("tokamix.inference.load_exported", lambda path: file)
+    monkeypatch.setattr("tokamix.inference.load_exported", lambda path, device: file)
     expected, actual = (tokamix.evaluate(source, data, device="cpu") for source in (detector_run, "m.onnx"))
     assert actual["box_ap"] == pytest.approx(expected["box_ap"], abs=0.1)
     assert actual["mask_ap"] == pytest.approx(expected["mask_ap"], abs=0.1)
