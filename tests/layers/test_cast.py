@@ -1,5 +1,6 @@
 """One cast of all weights under autocast: the same numbers with fewer operators."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import tokamix.models  # noqa: F401  registers our models with timm
 from tokamix.layers import cast
+from tokamix.models._backbone import Pyramid
 from tokamix.ops import dispatch
 
 MODELS = {
@@ -140,6 +142,130 @@ def test_tied_weights() -> None:
     assert_same(model)
 
 
+class InFloat32(nn.Module):
+    """A classifier that computes in float32, also under autocast."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.linear(x.float())
+
+
+class WithFloat32Head(Pyramid):
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward_head(x.float(), pre_logits)
+
+
+@pytest.mark.parametrize("kind", ["module", "method", "model"])
+def test_modules_from_elsewhere_have_their_own_weights(kind: str) -> None:
+    model = create()
+    if kind == "module":
+        model.head = InFloat32(model.head)
+    elif kind == "method":
+        model.head = nn.Sequential(model.head)
+        model.head.forward = lambda x: InFloat32(model.head[0])(x)
+    else:
+        model.__class__ = WithFloat32Head
+    assert_same(model)
+    assert step(model)[0].dtype is torch.float32
+
+
+@contextmanager
+def beside(model: nn.Module, autocast: bool) -> Iterator[None]:
+    """A forward pass without gradients in another thread, which is in the middle of the model meanwhile."""
+    inside, go, errors = threading.Event(), threading.Event(), []
+
+    def stop(*_: Any) -> None:
+        if threading.current_thread() is thread:
+            inside.set()
+            go.wait(60)
+
+    def run() -> None:
+        try:
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                model(torch.randn(2, 3, 32, 32))
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    hook = model.stages[0].blocks[0].register_forward_pre_hook(stop)
+    thread.start()
+    try:
+        assert inside.wait(60)
+        yield
+    finally:
+        go.set()
+        thread.join()
+        hook.remove()
+    assert not errors
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_threads_read_no_casts_of_others(autocast: bool) -> None:
+    model, images = create(), torch.randn(2, 3, 32, 32)
+    expected, (out, grads) = model(images).detach(), step(model)
+    with beside(model, autocast):
+        assert torch.equal(model(images), expected)
+        found, found_grads = step(model)
+        assert model.head.weight.dtype is torch.float32
+    assert torch.equal(found, out)
+    assert all(torch.equal(grad, grads[name]) for name, grad in found_grads.items())
+    assert not cast._running
+
+
+def test_another_thread_takes_the_casts_away() -> None:
+    """The first thread goes on with its own weights, which autocast casts."""
+    model, dtypes = create(), []
+    expected, expected_grads = step(model)
+
+    def look(*_: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            dtypes.append(model.head.weight.dtype)
+            with beside(model, False):
+                dtypes.append(model.head.weight.dtype)
+
+    hook = model.stages[-1].register_forward_pre_hook(look)
+    out, grads = step(model)
+    hook.remove()
+    assert dtypes == [torch.bfloat16, torch.float32]
+    assert torch.equal(out, expected)
+    assert all(torch.equal(grad, expected_grads[name]) for name, grad in grads.items())
+    assert_same(model)
+    assert not cast._running
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_weights_that_are_not_used(register: str) -> None:
+    model, calls = create("columnar_tiny_sima"), []
+    for weight in (model.head.weight, model.blocks[0].mlp.fc1.weight):
+        getattr(weight, register)(calls.append)
+    step(model, lambda x: model.forward_intermediates(x, [0], stop_early=True, intermediates_only=True)[0])
+    assert [call.shape for call in calls] == [model.blocks[0].mlp.fc1.weight.shape]
+
+
+@pytest.mark.parametrize("vectorised", ["is_grads_batched", "vmap"])
+def test_many_gradients_at_once(vectorised: str) -> None:
+    model, seeds = create("columnar_tiny_sima"), torch.eye(16)
+    model.stem.requires_grad_(False)  # vmap cannot differentiate its convolution under autocast
+
+    def jacobian() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(torch.ones(1, 3, 32, 32)).float().sum(0)
+        weight = model.head.weight
+        if vectorised == "vmap":
+            return torch.vmap(lambda seed: torch.autograd.grad(out, weight, seed)[0])(seeds)
+        return torch.autograd.grad(out, weight, seeds, is_grads_batched=True)[0]
+
+    with dispatch.use_backend("eager"):
+        found = jacobian()
+        with cast_by_autocast():
+            torch.testing.assert_close(found, jacobian())
+
+
 def test_gradients_of_gradients() -> None:
     model, images = create("columnar_tiny_sima"), torch.randn(1, 3, 32, 32)
 
@@ -198,6 +324,47 @@ def test_compiled_with_weights_that_are_not_used(compiled_as_on_a_gpu: CompileCo
     assert_same(model, torch.compile(features, backend=compiled_as_on_a_gpu, fullgraph=True))
     assert casts_of(compiled_as_on_a_gpu.graphs[0]) == 1
     assert model.head.weight.grad is None
+
+
+class Breaking(nn.Module):
+    """A block in which Dynamo's graph breaks."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.fails = block, False
+
+    def forward(self, *inputs: Any) -> Tensor:
+        torch._dynamo.graph_break()
+        if self.fails:
+            raise RuntimeError("stop")
+        return self.block(*inputs)
+
+
+def test_compiled_with_a_broken_graph(compiled_as_on_a_gpu: CompileCounterWithBackend) -> None:
+    """The parts are compiled without casts; an error leaves the model as it was."""
+    model = create("columnar_tiny_sima")
+    block = model.blocks[1] = Breaking(model.blocks[1])
+    parameters = list(model.parameters())
+    run = torch.compile(model.forward, backend=compiled_as_on_a_gpu)
+    assert_same(model, run)
+    assert len(compiled_as_on_a_gpu.graphs) > 1
+    block.fails = True
+    with pytest.raises(RuntimeError, match="stop"):
+        step(model, run)
+    assert all(x is y for x, y in zip(model.parameters(), parameters, strict=True))
+
+
+def test_compiled_with_a_module_from_elsewhere(compiled_as_on_a_gpu: CompileCounterWithBackend) -> None:
+    model = create("columnar_tiny_sima")
+    model.head = InFloat32(model.head)
+    assert_same(model, torch.compile(model.forward, backend=compiled_as_on_a_gpu, fullgraph=True))
+    assert casts_of(compiled_as_on_a_gpu.graphs[0]) == 1
+
+
+def test_compiled_with_checkpoints(compiled_as_on_a_gpu: CompileCounterWithBackend) -> None:
+    model = create("columnar_tiny_sima").train()
+    model.set_grad_checkpointing()
+    assert_same(model, torch.compile(model.forward, backend=compiled_as_on_a_gpu, fullgraph=True))
 
 
 def test_compiled_blocks_cast_their_own_weights() -> None:

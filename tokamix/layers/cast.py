@@ -1,9 +1,12 @@
 """Under autocast, one cast of all weights for a forward pass, where autocast casts each weight by itself."""
 
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -18,7 +21,12 @@ from tokamix.ops.precision import autocast_enabled
 NAMES = ("weight", "bias")
 # layers that autocast casts the weights of, and that do nothing else with them; not DepthwiseConv, which takes float32
 KINDS = frozenset((nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, MapConv, ImageConv, PatchConv))
+# where the modules come from that call their layers under the autocast that the model is called under
+PACKAGES = ("tokamix.", "timm.", "torch.nn.")
 ENABLED = os.environ.get("TOKAMIX_CAST_WEIGHTS", "1") != "0"
+
+_lock = threading.RLock()  # of what follows, and of the casts in the layers
+_running: dict[int, list["_Pass"]] = {}  # by the id of the model
 
 
 def casts_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,56 +38,114 @@ def casts_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def cast_first(model: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _wanted(x):
-            return forward(model, x, *args, **kwargs)
         if torch.compiler.is_compiling():
-            return _call_compiled(forward, model, x, *args, **kwargs)
-        with cast_weights(model, x.device):
+            call = _call_compiled if _wanted(x) else _call
+            return call(forward, model, x, *args, **kwargs)
+        with cast_weights(model, x.device if _wanted(x) else None):
             return forward(model, x, *args, **kwargs)
 
     return cast_first
 
 
 @contextmanager
-def cast_weights(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Let the layers of a model read weights in autocast's dtype inside the `with` block.
+def cast_weights(model: nn.Module, device: torch.device | None) -> Iterator[None]:
+    """Let the layers of a model read weights in autocast's dtype inside the `with` block (None: their own weights).
 
     The casts lie in the layers' `__dict__`, where Python looks first; `parameters()` and `state_dict()` do not see
-    them.
+    them. Other threads would: they may be without autocast, need gradients or launch on another stream. So while
+    several threads run a model, its layers have their own weights.
     """
-    found = _find(model, device)
-    if not found:
-        yield
-        return
-    weights = list(dict.fromkeys(weight for _, _, weight in found))  # shared ones once
-    casts = dict(zip(weights, _Cast.apply(torch.get_autocast_dtype(device.type), *weights), strict=True))
-    for layer, name, weight in found:
-        vars(layer)[name] = casts[weight]
+    this = _Pass()
+    if not _enter(model, this):
+        device = None
     try:
+        found = _find(model, device) if device is not None else []
+        if device is not None and found:
+            weights = list(dict.fromkeys(weight for _, _, weight in found))  # shared ones once
+            casts = dict(zip(weights, _Cast.apply(torch.get_autocast_dtype(device.type), *weights), strict=True))
+            this.set([(vars(layer), name, casts[weight]) for layer, name, weight in found], model)
         yield
     finally:
-        for layer, name, _ in found:
-            vars(layer).pop(name, None)
+        _leave(model, this)
+
+
+class _Pass:
+    """A forward pass of a model that runs now, and the casts that it has put into the layers."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.layers: list[dict[str, Any]] = []
+        self.names: list[str] = []
+
+    def set(self, casts: list[tuple[dict[str, Any], str, Tensor]], model: nn.Module) -> None:
+        """Put casts into the layers, unless another thread has come to the model since."""
+        with _lock:
+            if _is_alone(model, self):
+                self.layers, self.names = [layer for layer, _, _ in casts], [name for _, name, _ in casts]
+                _run(map(dict.__setitem__, self.layers, self.names, [cast for _, _, cast in casts]))
+
+    def undo(self) -> None:
+        """Take the casts out of the layers."""
+        _run(map(dict.pop, self.layers, self.names, repeat(None)))
+        self.layers, self.names = [], []
+
+
+def _enter(model: nn.Module, this: _Pass) -> bool:
+    """Register a forward pass, which takes the casts of other threads away; False if there are any."""
+    with _lock:
+        passes = _running.setdefault(id(model), [])
+        passes.append(this)
+        alone = _is_alone(model, this)
+        if not alone:
+            for other in passes:
+                other.undo()
+    return alone
+
+
+def _leave(model: nn.Module, this: _Pass) -> None:
+    with _lock:
+        this.undo()
+        passes = _running[id(model)]
+        passes.remove(this)
+        if not passes:
+            del _running[id(model)]
+
+
+def _is_alone(model: nn.Module, this: _Pass) -> bool:
+    return all(other.thread == this.thread for other in _running[id(model)])
+
+
+def _run(calls: Iterator[Any]) -> None:
+    """Exhaust an iterator over calls of C functions: Ctrl+C cannot stop it halfway, which would leave casts behind."""
+    deque(calls, maxlen=0)
+
+
+def _call(forward: Callable[..., Any], model: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
+    return forward(model, x, *args, **kwargs)
 
 
 def _call_compiled(forward: Callable[..., Any], model: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """A forward pass as torch.compile traces it, for which changed attributes of layers are variables of the graph."""
-    found = _find(model, x.device)
+    # where a graph breaks in the forward pass, Python runs this function, and the parts of the model are compiled
+    found = _find(model, x.device) if torch.compiler.is_compiling() else []
     if not found:
         return forward(model, x, *args, **kwargs)
     casts = _cast_each([weight for _, _, weight in found], torch.get_autocast_dtype(x.device.type))
-    for (layer, name, _), cast in zip(found, casts, strict=True):
-        layer._parameters[name] = cast
-    out = forward(model, x, *args, **kwargs)
-    for layer, name, weight in found:
-        layer._parameters[name] = weight
-    return out
+    try:
+        for (layer, name, _), cast in zip(found, casts, strict=True):
+            layer._parameters[name] = cast
+        return forward(model, x, *args, **kwargs)
+    finally:
+        for layer, name, weight in found:
+            layer._parameters[name] = weight
 
 
 def _find(model: nn.Module, device: torch.device) -> list[tuple[Any, str, Any]]:
     """The weights that autocast would cast: layer, name and weight."""
     found: list[tuple[Any, str, Any]] = []
-    for layer in model.modules() if torch.compiler.is_compiling() else _eager_modules(model):
+    if not _is_known(model):
+        return found
+    for layer in _modules(model):
         if type(layer) in KINDS and not is_hooked(layer):
             for name in NAMES:
                 weight = layer._parameters.get(name)
@@ -88,13 +154,22 @@ def _find(model: nn.Module, device: torch.device) -> list[tuple[Any, str, Any]]:
     return found
 
 
-def _eager_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a model without those in compiled blocks: these fuse their casts with other work, and CUDA graphs
-    would copy weights that are new tensors in each step."""
+def _modules(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model that run as their classes say, under the model's autocast.
+
+    Without those in compiled blocks of an eager model: these fuse their casts with other work, and CUDA graphs would
+    copy weights that are new tensors in each step. Without those of modules from elsewhere, which may run their layers
+    in float32 or compute with their weights.
+    """
     for child in model.children():
-        if child._compiled_call_impl is None:
+        compiled = child._compiled_call_impl is not None and not torch.compiler.is_compiling()
+        if not compiled and "forward" not in vars(child) and _is_known(child):
             yield child
-            yield from _eager_modules(child)
+            yield from _modules(child)
+
+
+def _is_known(module: nn.Module) -> bool:
+    return type(module).__module__.startswith(PACKAGES)
 
 
 @torch.library.custom_op("tokamix::cast_each", mutates_args=())
@@ -128,7 +203,7 @@ class _Cast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # gradients of gradients
+        if torch.is_grad_enabled() or _are_batched(grads):  # gradients of gradients, or several gradients at once
             return None, *(None if grad is None else grad.float() for grad in grads)
         # parts of one tensor only where this saves launches: of the others, each is cast by itself
         plain = [grad for grad in grads if grad is not None and grad.is_contiguous()]
@@ -136,6 +211,13 @@ class _Cast(torch.autograd.Function):
         return None, *(
             None if grad is None else next(parts) if grad.is_contiguous() else grad.float() for grad in grads
         )
+
+
+def _are_batched(grads: Sequence[Tensor | None]) -> bool:
+    """Whether vmap runs the backward pass, which can do less with its tensors; `is_grads_batched` of torch.autograd."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads if grad is not None)
 
 
 def _cast(tensors: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -169,4 +251,7 @@ def _is_castable(weight: Any, device: torch.device) -> bool:
         and weight.numel() > 0
         and weight.is_contiguous()
         and (weight.requires_grad or not torch.is_grad_enabled())
+        # hooks of a weight that is not used would be called without a gradient
+        and not weight._backward_hooks
+        and not weight._post_accumulate_grad_hooks
     )
