@@ -36,7 +36,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
 
 @pytest.mark.parametrize("act", [GELU, nn.GELU, timm.layers.GELU])
-@pytest.mark.parametrize("shape", [(2, 5, 8), (3, 8), (0, 8)])
+@pytest.mark.parametrize("shape", [(2, 5, 8), (3, 8), (0, 8), (0, 5, 8)])
 def test_gelu_is_a_part_of_the_product(as_on_a_gpu: list[torch.Size], shape: tuple[int, ...], act: type) -> None:
     mlp, x = Mlp(8, 16, act_layer=act).bfloat16(), torch.randn(shape, dtype=torch.bfloat16)
     with torch.inference_mode():
@@ -56,6 +56,8 @@ def test_where_gelu_is_a_layer_of_its_own(as_on_a_gpu: list[torch.Size]) -> None
             handle.remove()
         for other in (Mlp(8, 16, act_layer=nn.ReLU), Mlp(8, 16, bias=False)):
             other.bfloat16()(x)
+        torch.testing.assert_close(mlp(x[0]), mlp(x)[0])  # no matrix
+        as_on_a_gpu.pop()
         with FlopCounterMode(display=False):  # would not know the product
             mlp(x)
     assert not as_on_a_gpu

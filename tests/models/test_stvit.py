@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.conftest import assert_golden, golden_cases, load_golden
 from tokamix import count_macs
-from tokamix.layers import channels_first, channels_last
+from tokamix.layers import DepthwiseConv, channels_first, channels_last
 from tokamix.mixers import SuperTokenAttention
 from tokamix.models.stvit import Block, ConvFFN, STViT, STViTStem, checkpoint_filter_fn
 from tokamix.ops import dispatch
@@ -204,18 +204,46 @@ def test_authors_initialisation() -> None:
     assert fc1.bias.any()
 
 
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Fuse GELU with the product on the CPU, too; the shapes of the outputs."""
+    shapes: list[torch.Size] = []
+    product = torch._addmm_activation
+
+    def record(*inputs: Tensor, use_gelu: bool) -> Tensor:
+        out = product(*inputs, use_gelu=use_gelu)
+        shapes.append(out.shape)
+        return out
+
+    monkeypatch.setattr("tokamix.layers.activation._can_fuse", lambda *_: True)
+    monkeypatch.setattr(torch, "_addmm_activation", record)
+    return shapes
+
+
 @pytest.mark.parametrize("hooked", [False, True])
-def test_gelu_within_the_product_or_the_convolution(monkeypatch: pytest.MonkeyPatch, hooked: bool) -> None:
+def test_gelu_within_the_product_or_the_convolution(fused: list[torch.Size], hooked: bool) -> None:
     """In inference in half precision on a GPU; a hook of the convolution sees its usual input."""
     layer, x, seen = ConvFFN(8, 32).bfloat16(), torch.randn(2, 15, 8, dtype=torch.bfloat16), []
     layers: Any = layer
     expected = layers.fc2(layers.conv(layers.fc1(x).unflatten(1, (3, 5))).flatten(1, 2))
-    monkeypatch.setattr("tokamix.layers.activation._can_fuse", lambda linear, x: True)
     if hooked:
         layer.conv.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    found = layer(x, (3, 5))
+    with torch.no_grad():
+        found = layer(x, (3, 5))
+    assert fused == ([] if hooked else [(30, 32)])
     assert (found - expected).norm() < 0.01 * expected.norm()
     assert [y.min() < -0.5 for y in seen] == [True] * hooked  # below the minimum of GELU
+
+
+def test_gelu_of_another_convolution(fused: list[torch.Size]) -> None:
+    """A module in the place of ours is called as it was, and has a GELU or none itself."""
+    layer, x = ConvFFN(8, 32).bfloat16(), torch.randn(2, 15, 8, dtype=torch.bfloat16)
+    for other in (nn.Identity(), DepthwiseConv(32).bfloat16()):
+        layer.conv = other
+        expected = layer.fc2(other(layer.fc1(x).unflatten(1, (3, 5))).flatten(1, 2))
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x, (3, 5)), expected)
+    assert not fused
 
 
 def test_bad_arguments() -> None:

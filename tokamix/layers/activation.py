@@ -45,21 +45,22 @@ def fused_linear_gelu(linear: nn.Module, x: Tensor) -> Tensor | None:
     The hidden map is the largest of a block, and a GELU of its own reads and writes it once more. cuBLAS has GELU's
     tanh form only, which is within 5e-4 of GELU.
     """
-    if not _can_fuse(linear, x):
+    if torch.is_grad_enabled() or type(linear) is not nn.Linear or is_hooked(linear):
         return None
-    layer: Any = linear
-    product = torch._addmm_activation(layer.bias, x.flatten(0, -2), layer.weight.t(), use_gelu=True)
+    weight: Any
+    bias: Any
+    weight, bias = linear.weight, linear.bias  # read once: another thread may replace them, see `cast_weights`
+    if not _can_fuse(x, weight, bias):
+        return None
+    product = torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
     return product.unflatten(0, x.shape[:-1])
 
 
-def _can_fuse(linear: nn.Module, x: Tensor) -> bool:
-    """Whether linear is a plain layer in half precision on a GPU, and nothing but its result is wanted."""
-    if torch.is_grad_enabled() or type(linear) is not nn.Linear or is_hooked(linear):
-        return False
+def _can_fuse(x: Tensor, weight: Any, bias: Any) -> bool:
+    """Whether these are plain tensors in half precision on a GPU, and nothing but the result of a layer is wanted."""
     if dispatch.is_watched() and not torch.compiler.is_compiling():
         return False
-    weight: Any
-    bias: Any
-    weight, bias = linear.weight, linear.bias
-    plain = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter) and type(bias) in (Tensor, nn.Parameter)
+    if type(x) is not Tensor or x.ndim < 2:
+        return False
+    plain = type(weight) in (Tensor, nn.Parameter) and type(bias) in (Tensor, nn.Parameter)
     return plain and x.dtype in HALF and x.dtype is weight.dtype is bias.dtype and dispatch.prefers_kernels(x)

@@ -50,7 +50,8 @@ class ConvFFN(nn.Module):
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """Tokens x (B, H*W, C) of grid (H, W) -> the same shape."""
-        z = None if is_hooked(self.conv) else fused_linear_gelu(self.fc1, x)
+        plain = type(self.conv) is DepthwiseConv and self.conv.gelu and not is_hooked(self.conv)
+        z = fused_linear_gelu(self.fc1, x) if plain else None
         if z is None:
             z = self.conv(tokens_to_map(self.fc1(x), grid))
         else:
