@@ -1,5 +1,7 @@
 """LayerNorm: the formula, its dtypes under autocast, and the layer that calls it."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,6 +59,15 @@ def test_cases_without_a_kernel() -> None:
     for inputs in (wide, (x, weight, bias.half())):
         with pytest.raises(RuntimeError, match="cannot run on the triton backend"):
             layer_norm(*inputs, backend="triton")
+
+
+@pytest.mark.parametrize("options", [{"bias": False}, {"elementwise_affine": False}, {"normalized_shape": (3, 6)}])
+def test_layer_with_options_of_torch(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    monkeypatch.setattr(norm, "FEW_NUMBERS", 1)
+    monkeypatch.setattr(dispatch, "why_not", lambda *tensors: None)  # as on a GPU
+    options = {"normalized_shape": 6, **options}
+    x = torch.randn(2, 3, 6)
+    assert torch.equal(LayerNorm(**options)(x), nn.LayerNorm(**options)(x))
 
 
 def test_layer_calls_the_operator_on_large_inputs(monkeypatch: pytest.MonkeyPatch) -> None:

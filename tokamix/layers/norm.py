@@ -21,6 +21,8 @@ class LayerNorm(nn.LayerNorm):
         """Normalise x (..., C)."""
         if torch.compiler.is_compiling() or x.numel() < FEW_NUMBERS or not dispatch.prefers_kernels(x):
             return super().forward(x)
+        if self.weight is None or self.bias is None or self.weight.ndim > 1:  # options of torch.nn.LayerNorm
+            return super().forward(x)
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
