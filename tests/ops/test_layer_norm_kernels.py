@@ -32,6 +32,15 @@ def test_programs_that_loop(poison_empty: None, monkeypatch: pytest.MonkeyPatch)
     kernels._launches.cache_clear()
 
 
+def test_eps_of_zero(poison_empty: None) -> None:
+    """Rows that a program has beyond the last one count for nothing."""
+    x, weight, bias = (t.to(DEVICE).requires_grad_() for t in make(3, 7))
+    outs = [layer_norm(x, weight, bias, 0.0, backend=backend) for backend in ("triton", "eager")]
+    found, expected = (torch.autograd.grad(out.square().sum(), (x, weight, bias)) for out in outs)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 def test_one_channel_is_the_bias(poison_empty: None) -> None:
     x, weight, bias = (t.to(DEVICE).requires_grad_() for t in make(4, 1))
     out = layer_norm(x, weight, bias, backend="triton")

@@ -20,11 +20,11 @@ BLOCK_P, BLOCK_C = 32, 64  # of the sum over programs
 
 @triton.jit
 def _normalise(p_x, o_x, mask, o_c, C, EPS: tl.constexpr):
-    """Rows with mean 0 and variance 1, and the factors (rows,) that made them so."""
+    """Rows with mean 0 and variance 1, and the factors (rows,) that made them so; zeros beyond the mask."""
     b_x = tl.load(p_x + o_x, mask=mask, other=0.0).to(tl.float32)
     b_x = tl.where((o_c < C)[None, :], b_x - (tl.sum(b_x, axis=1) / C)[:, None], 0.0)
     b_scale = 1.0 / tl.sqrt(tl.sum(b_x * b_x, axis=1) / C + EPS)
-    return b_x * b_scale[:, None], b_scale
+    return tl.where(mask, b_x * b_scale[:, None], 0.0), b_scale  # the scale of no row is infinite with an EPS of 0
 
 
 @triton.jit
