@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -386,3 +387,61 @@ def test_compiled_blocks_cast_their_own_weights() -> None:
 def test_operator_of_compiled_graphs() -> None:
     weights = [torch.randn(3, 4, requires_grad=True), torch.randn(5, requires_grad=True)]
     torch.library.opcheck(torch.ops.tokamix.cast_each, (weights, torch.bfloat16))
+
+
+def train_on_a_gpu(model: nn.Module, run: Callable[[Tensor], Tensor], images: Tensor, dtype: torch.dtype) -> Tensor:
+    """Logits and gradients of the third step with the same weights: the first two are for CUDA graphs to warm up."""
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        with torch.autocast(images.device.type, dtype):
+            out = run(images).float()
+        out.square().sum().backward()
+    return torch.cat([x.flatten() for x in (out.detach(), *(p.grad for p in model.parameters() if p.grad is not None))])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["columnar_tiny_sima", "pyramid_nano_super_token"])
+def test_eager_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    model, images = create(name).cuda(), torch.randn(4, 3, 64, 64, device="cuda")
+    found = train_on_a_gpu(model, model, images, dtype)
+    with cast_by_autocast():
+        expected = train_on_a_gpu(model, model, images, dtype)
+    assert found.shape == expected.shape
+    assert (found - expected).norm() < 1e-2 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_compiled_on_a_gpu(graphs: bool) -> None:
+    model, images = create("columnar_tiny_sima").cuda(), torch.randn(4, 3, 64, 64, device="cuda")
+    results, counts = [], []
+    for enabled in (True, False):
+        torch._dynamo.reset()
+        backend = CompileCounterWithBackend("inductor")
+        run = torch.compile(model.forward, backend=backend, fullgraph=True)
+        with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch("triton.cudagraphs", graphs):
+            patch.setattr(cast, "ENABLED", enabled)
+            results.append(train_on_a_gpu(model, run, images, torch.bfloat16))
+        counts.append([casts_of(graph) for graph in backend.graphs])
+    torch._dynamo.reset()
+    assert counts == [[1], [0]]
+    assert (results[0] - results[1]).norm() < 3e-2 * results[1].norm()
+
+
+@pytest.mark.gpu
+def test_threads_with_streams_of_their_own() -> None:
+    model, images = create().cuda().eval(), torch.randn(4, 3, 64, 64, device="cuda")
+
+    def run(_: int) -> Tensor:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream), torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            out = torch.stack([model(images) for _ in range(20)])
+        stream.synchronize()
+        return out
+
+    torch.cuda.synchronize()
+    expected = run(0)[0]
+    with ThreadPoolExecutor(4) as threads:
+        for out in threads.map(run, range(4)):
+            torch.testing.assert_close(out, expected.expand_as(out), rtol=2e-2, atol=1e-2)
