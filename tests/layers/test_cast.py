@@ -239,6 +239,23 @@ def test_another_thread_takes_the_casts_away() -> None:
     assert not cast._running
 
 
+def test_a_forward_pass_without_autocast_within_another_one() -> None:
+    model, images, found = create(), torch.randn(2, 3, 32, 32), []
+
+    def enter(*_: Any) -> None:
+        hook.remove()
+        with torch.autocast("cpu", enabled=False):
+            found.append(model(images))
+
+    with torch.no_grad():
+        expected = model(images)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(images)
+            hook = model.stages[1].register_forward_pre_hook(enter)
+            assert torch.equal(model(images), out)
+    assert torch.equal(found[0], expected)
+
+
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_of_weights_that_are_not_used(register: str) -> None:
     model, calls = create("columnar_tiny_sima"), []

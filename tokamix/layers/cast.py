@@ -52,10 +52,13 @@ def cast_weights(model: nn.Module, device: torch.device | None) -> Iterator[None
     """Let the layers of a model read weights in autocast's dtype inside the `with` block (None: their own weights).
 
     The casts lie in the layers' `__dict__`, where Python looks first; `parameters()` and `state_dict()` do not see
-    them. Other threads would: they may be without autocast, need gradients or launch on another stream. So while
-    several threads run a model, its layers have their own weights.
+    them. Other threads would: they may be without autocast, need gradients or launch on another stream. So would a
+    forward pass without autocast within this one. So while passes of several kinds run a model, its layers have their
+    own weights. Calls of a model's parts beside its forward pass are not noticed.
+
+    The gradients of all weights meet in one node of the graph: that of one weight needs the whole backward pass.
     """
-    this = _Pass()
+    this = _Pass(device)
     if not _enter(model, this):
         device = None
     try:
@@ -72,13 +75,15 @@ def cast_weights(model: nn.Module, device: torch.device | None) -> Iterator[None
 class _Pass:
     """A forward pass of a model that runs now, and the casts that it has put into the layers."""
 
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
+    def __init__(self, device: torch.device | None) -> None:
+        dtype = None if device is None else torch.get_autocast_dtype(device.type)
+        # only passes of one kind may read each other's casts
+        self.kind = threading.get_ident(), dtype
         self.layers: list[dict[str, Any]] = []
         self.names: list[str] = []
 
     def set(self, casts: list[tuple[dict[str, Any], str, Tensor]], model: nn.Module) -> None:
-        """Put casts into the layers, unless another thread has come to the model since."""
+        """Put casts into the layers, unless a pass of another kind has begun since."""
         with _lock:
             if _is_alone(model, self):
                 self.layers, self.names = [layer for layer, _, _ in casts], [name for _, name, _ in casts]
@@ -91,7 +96,7 @@ class _Pass:
 
 
 def _enter(model: nn.Module, this: _Pass) -> bool:
-    """Register a forward pass, which takes the casts of other threads away; False if there are any."""
+    """Register a forward pass, which takes the casts of other kinds away; False if there are any."""
     with _lock:
         passes = _running.setdefault(id(model), [])
         passes.append(this)
@@ -112,7 +117,7 @@ def _leave(model: nn.Module, this: _Pass) -> None:
 
 
 def _is_alone(model: nn.Module, this: _Pass) -> bool:
-    return all(other.thread == this.thread for other in _running[id(model)])
+    return all(other.kind == this.kind for other in _running[id(model)])
 
 
 def _run(calls: Iterator[Any]) -> None:
