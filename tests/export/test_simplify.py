@@ -78,7 +78,38 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, tuple[int, ...]], str, str]] =
         {"G": (4,), "B": (4,), "W": (4, 5), "D": (5,), "s": (1, 4, 6), "r": (6, 4)},
         "a = Reshape(x, s) b = Transpose<perm=[0, 2, 1]>(a) n = LayerNormalization<axis=-1>(b, G, B)"
         " c = Reshape(n, r) y = Gemm(c, W, D)",
-        "Reshape Transpose LayerNormalization Gemm",
+        "Reshape Transpose LayerNormalization Reshape Gemm",
+    ),
+    "Transposes that undo each other": (
+        (2, 3, 4),
+        {},
+        "a = Transpose<perm=[1, 2, 0]>(x) b = Transpose<perm=[2, 0, 1]>(a) c = Abs(a) d = Transpose<perm=[2, 0, 1]>(c)"
+        " y = Add(b, d)",
+        "Abs Add",
+    ),
+    "a norm that two linear layers read": (
+        (4, 3),
+        {"G": (3,), "B": (3,), "W": (3, 5), "D": (5,), "V": (3, 5), "E": (5,)},
+        "n = LayerNormalization<axis=-1>(x, G, B) a = Gemm(n, W, D) b = Gemm(n, V, E) y = Add(a, b)",
+        "LayerNormalization Gemm Gemm Add",
+    ),
+    "a norm that others read as well": (
+        (4, 3),
+        {"G": (3,), "B": (3,), "W": (3, 3), "D": (3,)},
+        "n = LayerNormalization<axis=-1>(x, G, B) a = Gemm(n, W, D) y = Add(a, n)",
+        "LayerNormalization Gemm Add",
+    ),
+    "a norm in front of a linear layer without bias": (
+        (4, 3),
+        {"G": (3,), "B": (3,), "W": (3, 5)},
+        "n = LayerNormalization<axis=-1>(x, G, B) y = MatMul(n, W)",
+        "LayerNormalization MatMul",
+    ),
+    "a norm in front of transposed weights": (
+        (4, 3),
+        {"G": (3,), "B": (3,), "W": (5, 3), "D": (5,)},
+        "n = LayerNormalization<axis=-1>(x, G, B) y = Gemm<transB=1>(n, W, D)",
+        "LayerNormalization Gemm",
     ),
     "a new leading axis": (
         (6, 20),
@@ -109,7 +140,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, tuple[int, ...]], str, str]] =
         {"W": (4, 4), "B": (4,), "G": (4,)},
         "n = LayerNormalization<axis=-1>(x, G, B) a = MatMul(n, W) b = Add(a, B) c = Add(x, b) d = Gelu(c)"
         " e = MatMul(d, W) f = Add(e, B) h = Add(c, f) y = Softmax(h)",
-        "Reshape LayerNormalization Gemm Add Gelu Gemm Add Reshape Softmax",
+        "LayerNormalization Reshape Gemm Reshape Add Gelu Gemm Add Reshape Softmax",
     ),
     "a norm of a map": (
         (2, 3, 4, 5),
@@ -187,3 +218,21 @@ def test_rules(case: str) -> None:
     assert [node.op_type for node in model.graph] == left.split()
     x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
     np.testing.assert_allclose(run(onnx_ir.to_proto(model), x), run(before, x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("case", "folded"),
+    [
+        ("a norm that two linear layers read", True),
+        ("a norm that others read as well", False),
+        ("a norm in front of a linear layer without bias", False),
+        ("a norm in front of transposed weights", False),
+    ],
+)
+def test_norm_is_folded(case: str, folded: bool) -> None:
+    shape, constants, nodes, _ = CASES[case]
+    model = onnx_ir.from_proto(create_model(shape, constants, nodes))
+    simplify(model)
+    norm = next(node for node in model.graph if node.op_type == "LayerNormalization")
+    scale = norm.inputs[1].const_value.numpy()
+    assert (len(norm.inputs) == 2 and (scale == 1).all()) == folded

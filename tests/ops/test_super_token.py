@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tokamix.ops import super_token_sample, super_token_scatter
+from tokamix.ops import dispatch, super_token_sample, super_token_scatter
 
 SHAPES = [  # B, H, W, C, cell
     (1, 1, 1, 3, (1, 1)),
@@ -202,3 +202,18 @@ def test_bad_input() -> None:
         super_token_scatter(tokens, association, (4, 4))
     with pytest.raises(RuntimeError, match="cannot run on the triton backend"):
         super_token_sample(x, (2, 2), backend="triton")
+
+
+@pytest.mark.parametrize("n_iter", [1, 2])
+def test_exported_for_openvino(n_iter: int) -> None:
+    class Sample(torch.nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return super_token_sample(x, (4, 3), n_iter)
+
+    x = maps(2, 9, 7, 5)
+    with dispatch.export_target("openvino"):
+        program = torch.export.export(Sample(), (x,))
+    softmaxes = [node for node in program.graph.nodes if "softmax" in str(node.target)]
+    assert [node.args[1] for node in softmaxes] == [-2] * n_iter
+    for exported, eager in zip(program.module()(x), Sample()(x), strict=True):
+        torch.testing.assert_close(exported, eager)

@@ -40,14 +40,18 @@ def drop_transpose(node: Any) -> bool:
 
 
 def merge_transposes(node: Any) -> bool:
-    """Transpose(f(Transpose(x))) -> f(x), if the second Transpose undoes the first and f looks at single values."""
+    """Transpose(f(Transpose(x))) -> f(x), if the second Transpose undoes the first and f looks at single values.
+
+    Without f, x.
+    """
     function = node.inputs[0].producer()
-    if function is None or function.op_type not in ELEMENTWISE or _uses(node.inputs[0]) > 1:
-        return False
-    first = _producer(function.inputs[0], "Transpose")
+    first = _producer(node.inputs[0], "Transpose", uses=None)
+    if first is None and function is not None and function.op_type in ELEMENTWISE and _uses(node.inputs[0]) == 1:
+        first = _producer(function.inputs[0], "Transpose")
     if first is None or [_perm(first)[axis] for axis in _perm(node)] != sorted(_perm(first)):
         return False
-    return _replace(node, _add(node, function.op_type, [first.inputs[0]], function))
+    plain = first is function
+    return _replace(node, first.inputs[0] if plain else _add(node, function.op_type, [first.inputs[0]], function))
 
 
 def to_reshape(node: Any) -> bool:
@@ -255,20 +259,55 @@ def sink_reshape(node: Any) -> bool:
     return _reshape(node, _add(node, node.op_type, [before.inputs[0], *node.inputs[1:]], node, shape=shape))
 
 
-def norm_rows(node: Any) -> bool:
-    """A LayerNormalization of a map -> of its tokens as rows: OpenVINO 2026.4 splits those of more than three axes.
+def fold_norm(node: Any) -> bool:
+    """Scale and bias of a LayerNormalization -> into the linear layers that read it: fewer values to quantise."""
+    scale, bias = _constant(node.inputs[1]), _constant(node.inputs[2]) if len(node.inputs) > 2 else None
+    layers = _linear_readers(node.outputs[0])
+    if scale is None or scale.ndim != 1 or not layers or (bias is None) is not (len(node.inputs) < 3):
+        return False
+    if bias is None and (scale == 1).all():
+        return False
+    if bias is not None and any(len(layer.inputs) < 3 or _constant(layer.inputs[2]) is None for layer in layers):
+        return False
+    for layer in layers:
+        weight = _constant(layer.inputs[1])
+        if bias is not None:
+            layer.replace_input_with(2, _initializer(layer, _constant(layer.inputs[2]) + bias @ weight))
+        layer.replace_input_with(1, _initializer(layer, scale[:, None] * weight))
+    inputs = [node.inputs[0], _initializer(node, np.ones_like(scale))]
+    return _replace(node, _add(node, node.op_type, inputs, node))
 
-    One of tokens too, if all readers want rows.
+
+def _linear_readers(value: Any) -> list[Any]:
+    """The linear layers with constant weights (in, out) that read tokens, if nothing else does."""
+    layers = []
+    for use in value.uses():
+        node, shape = use.node, _shape(use.node.outputs[0])
+        if node.op_type == "Reshape" and shape is not None and value.shape is not None and shape[-1] == value.shape[-1]:
+            found = _linear_readers(node.outputs[0])
+        else:
+            weight = _constant(node.inputs[1]) if node.op_type in ("MatMul", "Gemm") and use.idx == 0 else None
+            plain = weight is not None and weight.ndim == 2 and _uses(node.inputs[1]) == 1
+            flags = [node.attributes.get_int(name, 0) for name in ("transA", "transB")]
+            scales = [node.attributes.get_float(name, 1.0) for name in ("alpha", "beta")]
+            found = [node] if plain and not any(flags) and scales == [1.0, 1.0] else []
+        if not found:
+            return []
+        layers += found
+    return [] if value.is_graph_output() else layers
+
+
+def norm_tokens(node: Any) -> bool:
+    """A LayerNormalization of a map -> of its tokens: OpenVINO 2026.4 splits those of more than three axes.
+
+    Tokens, not rows: in OpenVINO, norms of two axes are slower.
     """
     shape = _shape(node.inputs[0])
-    if shape is None or len(shape) < 3 or node.attributes.get_int("axis", -1) != -1:
+    if shape is None or len(shape) < 4 or node.attributes.get_int("axis", -1) != -1:
         return False
-    rows = (math.prod(shape[:-1]), shape[-1])
-    readers = [use.node for use in node.outputs[0].uses()]
-    if len(shape) == 3 and any(r.op_type != "Reshape" or _shape(r.outputs[0]) != rows for r in readers):
-        return False
-    inputs = [_add_reshape(node, node.inputs[0], rows), *node.inputs[1:]]
-    return _reshape(node, _add(node, node.op_type, inputs, node, shape=rows))
+    tokens = (shape[0], math.prod(shape[1:-1]), shape[-1])
+    inputs = [_add_reshape(node, node.inputs[0], tokens), *node.inputs[1:]]
+    return _reshape(node, _add(node, node.op_type, inputs, node, shape=tokens))
 
 
 def reshape_first(node: Any) -> bool:
@@ -325,7 +364,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "Reshape": (transpose_keys, gather_shaped, merge_reshapes, reshape_first, join_reshapes),
     "Mul": (fold_scale,),
     "Add": (to_gemm, sink_reshapes),
-    "LayerNormalization": (norm_rows, sink_reshape),
+    "LayerNormalization": (norm_tokens, fold_norm, sink_reshape),
     **dict.fromkeys(ELEMENTWISE, (sink_reshape,)),
 }
 

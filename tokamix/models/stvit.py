@@ -142,7 +142,7 @@ class Block(nn.Module):
         assert cpe is not None
         assert isinstance(mlp, ConvFFN)
         x = cpe(tokens_to_map(x, grid)).permute(first)
-        z = self.ls1(self.mixer(self.norm1(x.flatten(2).mT), grid))
+        z = self.ls1(self.mixer(self.norm1(x.permute(0, 2, 3, 1).flatten(1, 2)), grid))
         x = x + tokens_to_map(z, grid).permute(first)
         z = F.conv2d(x, mlp.fc1.weight[..., None, None], mlp.fc1.bias)
         z = mlp.conv(z.permute(0, 2, 3, 1)).permute(first)
