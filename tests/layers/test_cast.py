@@ -12,6 +12,7 @@ import torch
 from timm import create_model
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import parametrizations, prune
 from torch.profiler import ProfilerActivity, profile
 
@@ -307,6 +308,19 @@ def test_hooks_that_change_the_weights_of_their_module() -> None:
         with patched:
             results.append(step(model)[0])
     assert torch.equal(*results)
+
+
+def test_hooks_of_all_modules() -> None:
+    model, seen = create(), []
+    hook = register_module_forward_pre_hook(
+        lambda layer, _: seen.append(layer.weight) if type(layer) is nn.Linear else None
+    )
+    try:
+        step(model)
+    finally:
+        hook.remove()
+    assert seen
+    assert all(type(weight) is nn.Parameter for weight in seen)
 
 
 def test_hooks_that_run_their_module_in_float32() -> None:
