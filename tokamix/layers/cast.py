@@ -39,8 +39,9 @@ def casts_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def cast_first(model: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            call = _call_compiled if _wanted(x) else _call
-            return call(forward, model, x, *args, **kwargs)
+            if _wanted(x):
+                return _call_compiled(forward, model, x, *args, **kwargs)
+            return forward(model, x, *args, **kwargs)
         with cast_weights(model, x.device if _wanted(x) else None):
             return forward(model, x, *args, **kwargs)
 
@@ -114,10 +115,6 @@ def _leave(model: nn.Module, this: _Pass) -> None:
 def _run(calls: Iterator[Any]) -> None:
     """Exhaust an iterator over calls of C functions: Ctrl+C cannot stop it halfway, which would leave casts behind."""
     deque(calls, maxlen=0)
-
-
-def _call(forward: Callable[..., Any], model: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return forward(model, x, *args, **kwargs)
 
 
 def _call_compiled(forward: Callable[..., Any], model: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
