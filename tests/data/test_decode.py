@@ -41,6 +41,17 @@ def test_image_files_of_a_folder(tmp_path: Path) -> None:
     assert image_files(photos) == [cats / "b.JPG", photos / "dogs" / "a.png"]
 
 
+def test_image_files_of_folders_with_links_to_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for one, other in ("ab", "ba"):
+        (tmp_path / one).mkdir()
+        (tmp_path / one / f"{one}.png").touch()
+        (tmp_path / one / "link").symlink_to(tmp_path / other)
+    expected = ["a/a.png", "a/link/b.png", "b/b.png", "b/link/a.png"]
+    assert image_files(tmp_path) == [tmp_path / name for name in expected]
+    monkeypatch.chdir(tmp_path)
+    assert image_files(Path(".")) == [Path(name) for name in expected]
+
+
 def test_a_wrong_name_does_not_matter(tmp_path: Path) -> None:
     file = tmp_path / "really_a_jpeg.png"
     file.write_bytes(encoded(noise(0), "JPEG"))

@@ -293,6 +293,7 @@ def test_bad_input(classifier_run: Path, onnx_report: ExportReport, tmp_path: Pa
         ({"attention": True}, "--int8-attention is for --precision int8, got fp32"),
         ({"precision": "int8", "data": "x", "features": True}, "feature maps do not have; leave out --features"),
         ({"precision": "int8", "data": "x", "max_drop": -1.0}, "max_drop and keep_layers must be 0 or more"),
+        ({"precision": "int8", "data": "x", "max_drop": float("nan")}, "max_drop and keep_layers must be 0 or more"),
         (
             {"precision": "int8", "data": "x", "to": "openvino", "attention": True},
             "--int8-attention is for ONNX files, got --to openvino",

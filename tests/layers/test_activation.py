@@ -5,6 +5,7 @@ import timm.layers
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 from tokamix.layers import GELU, Mlp, approximate_gelu, fused_linear_gelu
@@ -50,8 +51,13 @@ def test_where_gelu_is_a_layer_of_its_own(as_on_a_gpu: list[torch.Size]) -> None
     with torch.inference_mode():
         mlp.float()(x.float())  # no half precision
         mlp.bfloat16()
-        for layer in (mlp.fc1, mlp.act):
-            handle = layer.register_forward_hook(lambda *_: None)
+        for register in (
+            mlp.fc1.register_forward_hook,
+            mlp.act.register_forward_hook,
+            register_module_forward_hook,
+            register_module_forward_pre_hook,
+        ):
+            handle = register(lambda *_: None)
             mlp(x)
             handle.remove()
         for other in (Mlp(8, 16, act_layer=nn.ReLU), Mlp(8, 16, bias=False)):

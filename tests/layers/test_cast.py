@@ -1,9 +1,10 @@
 """One cast of all weights under autocast: the same numbers with fewer operators."""
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from timm import create_model
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import parametrizations, prune
 from torch.profiler import ProfilerActivity, profile
 
@@ -256,6 +258,115 @@ def test_a_forward_pass_without_autocast_within_another_one() -> None:
     assert torch.equal(found[0], expected)
 
 
+@pytest.mark.parametrize("change", ["gradients", "weights", "shared"])
+def test_a_forward_pass_within_another_one(change: str) -> None:
+    """It needs gradients, which the casts of the outer one do not have, or has other weights."""
+    model, images, found = create(), torch.randn(2, 3, 32, 32), []
+    inner = copy.copy(model) if change == "shared" else model  # with the same layers
+    others = {name: 2 * p for name, p in model.named_parameters()}
+
+    def enter(*_: Any) -> None:
+        hook.remove()
+        if change == "weights":
+            found.append(torch.func.functional_call(model, others, (images,)))
+        else:
+            with torch.enable_grad():
+                found.extend(step(inner)[1].values())
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for enabled in (True, False):
+            hook = model.stages[1].register_forward_pre_hook(enter)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(cast, "ENABLED", enabled)
+                model(images)
+    assert not cast._running
+    half = len(found) // 2
+    assert all(a is not None and torch.equal(a, b) for a, b in zip(found[:half], found[half:], strict=True))
+
+
+def change_weights(block: nn.Module, *_: Any) -> None:
+    with torch.no_grad():
+        for weight in block.parameters():
+            weight.clamp_(-0.01, 0.01)
+
+
+def start_float32(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    block.autocast = torch.autocast("cpu", enabled=False)
+    block.autocast.__enter__()
+    return (args[0].float(), *args[1:])
+
+
+def end_float32(block: nn.Module, *_: Any) -> None:
+    block.autocast.__exit__(None, None, None)
+
+
+def test_hooks_that_change_the_weights_of_their_module() -> None:
+    results = []
+    for patched in (nullcontext(), cast_by_autocast()):
+        model = create()
+        model.stages[0].blocks[1].register_forward_pre_hook(change_weights)
+        with patched:
+            results.append(step(model)[0])
+    assert torch.equal(*results)
+
+
+def test_hooks_of_all_modules() -> None:
+    model, seen = create(), []
+    hook = register_module_forward_pre_hook(
+        lambda layer, _: seen.append(layer.weight) if type(layer) is nn.Linear else None
+    )
+    try:
+        step(model)
+    finally:
+        hook.remove()
+    assert seen
+    assert all(type(weight) is nn.Parameter for weight in seen)
+
+
+def test_hooks_that_run_their_module_in_float32() -> None:
+    model = create("columnar_tiny_sima")
+    model.blocks[1].register_forward_pre_hook(start_float32)
+    model.blocks[1].register_forward_hook(end_float32)
+    assert_same(model)
+
+
+def test_hooks_that_run_their_module_with_gradients() -> None:
+    model, images = create("columnar_tiny_sima"), torch.randn(2, 3, 32, 32)
+    block = model.blocks[1]
+
+    def run_again(block: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+        with torch.enable_grad():
+            block.forward(*args).sum().backward()
+
+    block.register_forward_hook(run_again)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model(images)
+    assert all(weight.grad is not None for weight in block.parameters())
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_copies_made_during_a_forward_pass(grad: bool) -> None:
+    """They have their own weights, and the pass goes on with the model's."""
+    model, images, copies = create(), torch.randn(2, 3, 32, 32), []
+    hook = model.stages[1].register_forward_pre_hook(lambda *_: copies.append(copy.deepcopy(model)))
+    with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):
+        out = model(images)
+        hook.remove()
+        assert torch.equal(model(images), out)
+        for network in (model, copies[0]):
+            network.head.weight.data.mul_(2)
+        assert torch.equal(model(images), copies[0](images))
+    assert not any({"weight", "bias"} & vars(layer).keys() for layer in copies[0].modules())
+
+
+def test_copies_of_compiled_models_are_not_compiled() -> None:
+    """As those of other modules: the compiled function belongs to the model."""
+    model = create("columnar_tiny_sima")
+    model.compile(backend="eager")
+    assert model._compiled_call_impl is not None
+    assert copy.deepcopy(model)._compiled_call_impl is None
+
+
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_of_weights_that_are_not_used(register: str) -> None:
     model, calls = create("columnar_tiny_sima"), []
@@ -389,15 +500,14 @@ def test_compiled_blocks_cast_their_own_weights() -> None:
     model = create("columnar_tiny_sima")
     seen: list[torch.dtype] = []
 
-    def look(block: nn.Module, args: Any) -> None:
-        seen.extend((block.mlp.fc1.weight.dtype, model.head.weight.dtype))
+    def look(*_: Any) -> None:
+        seen.extend(layer.weight.dtype for layer in (model.blocks[0].mlp.fc1, model.blocks[1].mlp.fc1, model.head))
 
     torch._dynamo.reset()
-    model.blocks[0].register_forward_pre_hook(look)
-    model.blocks[1].register_forward_pre_hook(look)
+    model.stem.register_forward_hook(look)
     model.blocks[1].compile(backend="eager")
     assert_same(model)
-    assert seen[:4] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16]
+    assert seen[:3] == [torch.bfloat16, torch.float32, torch.bfloat16]
     torch._dynamo.reset()
 
 

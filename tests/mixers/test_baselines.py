@@ -155,6 +155,8 @@ def test_performer_features_are_orthogonal_and_always_the_same() -> None:
         gram = block @ block.T
         torch.testing.assert_close(gram, gram.diagonal().diag())
     torch.testing.assert_close(directions, orthogonal_directions.__wrapped__(15, 6, seed=3))
+    with torch.device("meta"):
+        assert torch.equal(directions, orthogonal_directions.__wrapped__(15, 6, seed=3))
     # lengths are those of normal vectors, so that the estimate of exp is unbiased
     lengths = orthogonal_directions(6_000, 6).square().sum(-1)
     assert lengths.mean().item() == pytest.approx(6, rel=0.05)

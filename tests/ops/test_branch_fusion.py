@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tokamix.ops import dispatch
 from tokamix.ops.branch_fusion.op import _fuse, _summary, branch_summary, fuse_branches
@@ -44,3 +45,15 @@ def test_two_branches_have_no_kernel() -> None:
     branches, logits = make(2)
     with pytest.raises(RuntimeError, match=r"cannot run on the triton backend"):
         fuse_branches(branches, logits, backend="triton")
+
+
+def test_compiled_summary_of_any_number_of_tokens() -> None:
+    """One graph for few tokens, and one for many."""
+    counter = CompileCounterWithBackend("eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *branches: branch_summary(branches), backend=counter, fullgraph=True, dynamic=True)
+    for tokens in (5000, 5001, 5003, 100, 101):
+        branches = torch.randn(3, 2, tokens, 4).unbind()
+        torch.testing.assert_close(compiled(*branches), branch_summary(branches))
+    assert counter.frame_count == 2
+    torch._dynamo.reset()

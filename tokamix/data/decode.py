@@ -32,18 +32,19 @@ class DataError(ValueError):
 def image_files(root: Path) -> list[Path]:
     """All image files below a folder, in order of their paths; hidden ones, such as ._a.jpg of macOS, are left out.
 
-    Links to folders are followed, except to a folder that holds the link: its images would be found again and again.
+    Links to folders are followed, except to a folder on the way to the link: its images would be found again and again.
     """
     files = []
     for folder, subfolders, names in os.walk(root, followlinks=True):
-        real = os.path.realpath(folder)
-        links = [name for name in subfolders if os.path.islink(os.path.join(folder, name))]
-        for name in links:
-            target = os.path.realpath(os.path.join(folder, name))
-            if os.path.commonpath([target, real]) == target:
-                subfolders.remove(name)
-        images = (name for name in names if name.lower().endswith(EXTENSIONS) and not name.startswith("."))
-        files += [Path(folder) / name for name in images]
+        here = Path(folder)
+        way: list[Path] = []  # the folders from the root to this one, as they are without links
+        for name in subfolders.copy():
+            if (link := here / name).is_symlink():
+                way = way or [p.resolve() for p in (here, *here.parents) if p.is_relative_to(root)]
+                target = link.resolve()
+                if any(p.is_relative_to(target) for p in way):
+                    subfolders.remove(name)
+        files += [here / name for name in names if name.lower().endswith(EXTENSIONS) and not name.startswith(".")]
     return sorted(files)
 
 

@@ -254,7 +254,7 @@ def _check_int8_options(
         raise ValueError(f"--int8-attention is for ONNX files, got --to {to}; leave it out")
     if keep_layers and to == "torch-export":
         raise ValueError("--keep-layers is for ONNX and OpenVINO files; torch-export has int8 weights only")
-    if max_drop < 0 or (keep_layers or 0) < 0:
+    if not max_drop >= 0 or (keep_layers or 0) < 0:  # NaN neither
         raise ValueError(f"max_drop and keep_layers must be 0 or more, got {max_drop} and {keep_layers}")
 
 

@@ -2,7 +2,7 @@
 
 from tokamix.layers.activation import GELU, approximate_gelu, fused_linear_gelu
 from tokamix.layers.bare import is_bare, is_hooked
-from tokamix.layers.cast import casts_weights
+from tokamix.layers.cast import cast_weights, casts_weights
 from tokamix.layers.conv import DepthwiseConv, ImageConv, MapConv, PatchConv
 from tokamix.layers.embed import ConvEmbed, PatchEmbed
 from tokamix.layers.fold import FoldableSequential, MapSequential, fold_into_next, fold_into_previous
@@ -32,6 +32,7 @@ __all__ = [
     "add_scaled",
     "apply_batch_norm",
     "approximate_gelu",
+    "cast_weights",
     "casts_weights",
     "channels_first",
     "channels_last",

@@ -4,6 +4,7 @@ from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -21,4 +22,6 @@ def is_bare(layer: nn.Module, kind: type[Layer]) -> TypeGuard[Layer]:
 
 def is_hooked(*layers: nn.Module) -> bool:
     """Whether the call of a layer does more than its class says."""
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return True
     return any(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer) for layer in layers)

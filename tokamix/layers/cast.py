@@ -26,7 +26,7 @@ PACKAGES = ("tokamix.", "timm.", "torch.nn.")
 ENABLED = os.environ.get("TOKAMIX_CAST_WEIGHTS", "1") != "0"
 
 _lock = threading.RLock()  # of what follows, and of the casts in the layers
-_running: dict[int, list["_Pass"]] = {}  # by the id of the model
+_running: dict[int, list["_Pass"]] = {}  # forward passes, by the id of the model
 
 
 def casts_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,8 +39,9 @@ def casts_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def cast_first(model: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            call = _call_compiled if _wanted(x) else _call
-            return call(forward, model, x, *args, **kwargs)
+            if _wanted(x):
+                return _call_compiled(forward, model, x, *args, **kwargs)
+            return forward(model, x, *args, **kwargs)
         with cast_weights(model, x.device if _wanted(x) else None):
             return forward(model, x, *args, **kwargs)
 
@@ -52,17 +53,16 @@ def cast_weights(model: nn.Module, device: torch.device | None) -> Iterator[None
     """Let the layers of a model read weights in autocast's dtype inside the `with` block (None: their own weights).
 
     The casts lie in the layers' `__dict__`, where Python looks first; `parameters()` and `state_dict()` do not see
-    them. Other threads would: they may be without autocast, need gradients or launch on another stream. So would a
-    forward pass without autocast within this one. So while passes of several kinds run a model, its layers have their
-    own weights. Calls of a model's parts beside its forward pass are not noticed.
+    them. Another forward pass would, in another thread or within this one: it may be without autocast, need gradients,
+    have other weights or launch on another stream. So while several passes run a model, its layers have their own
+    weights. Calls of a model's parts beside its forward pass are not noticed, nor is `pickle`.
 
     The gradients of all weights meet in one node of the graph: that of one weight needs the whole backward pass.
     """
-    this = _Pass(device)
-    if not _enter(model, this):
-        device = None
+    this = _Pass()
+    alone = _enter(model, this)
     try:
-        found = _find(model, device) if device is not None else []
+        found = _find(model, device) if device is not None and alone else []
         if device is not None and found:
             weights = list(dict.fromkeys(weight for _, _, weight in found))  # shared ones once
             casts = dict(zip(weights, _Cast.apply(torch.get_autocast_dtype(device.type), *weights), strict=True))
@@ -75,17 +75,14 @@ def cast_weights(model: nn.Module, device: torch.device | None) -> Iterator[None
 class _Pass:
     """A forward pass of a model that runs now, and the casts that it has put into the layers."""
 
-    def __init__(self, device: torch.device | None) -> None:
-        dtype = None if device is None else torch.get_autocast_dtype(device.type)
-        # only passes of one kind may read each other's casts
-        self.kind = threading.get_ident(), dtype
+    def __init__(self) -> None:
         self.layers: list[dict[str, Any]] = []
         self.names: list[str] = []
 
     def set(self, casts: list[tuple[dict[str, Any], str, Tensor]], model: nn.Module) -> None:
-        """Put casts into the layers, unless a pass of another kind has begun since."""
+        """Put casts into the layers, unless another pass has begun since."""
         with _lock:
-            if _is_alone(model, self):
+            if len(_running[id(model)]) == 1:
                 self.layers, self.names = [layer for layer, _, _ in casts], [name for _, name, _ in casts]
                 _run(map(dict.__setitem__, self.layers, self.names, [cast for _, _, cast in casts]))
 
@@ -96,14 +93,13 @@ class _Pass:
 
 
 def _enter(model: nn.Module, this: _Pass) -> bool:
-    """Register a forward pass, which takes the casts of other kinds away; False if there are any."""
+    """Register a forward pass; while there are others, nobody has casts. Whether there are none."""
     with _lock:
-        passes = _running.setdefault(id(model), [])
-        passes.append(this)
-        alone = _is_alone(model, this)
-        if not alone:
-            for other in passes:
-                other.undo()
+        others = _running.setdefault(id(model), [])
+        alone = not others
+        for other in others:
+            other.undo()
+        others.append(this)
     return alone
 
 
@@ -116,17 +112,9 @@ def _leave(model: nn.Module, this: _Pass) -> None:
             del _running[id(model)]
 
 
-def _is_alone(model: nn.Module, this: _Pass) -> bool:
-    return all(other.kind == this.kind for other in _running[id(model)])
-
-
 def _run(calls: Iterator[Any]) -> None:
     """Exhaust an iterator over calls of C functions: Ctrl+C cannot stop it halfway, which would leave casts behind."""
     deque(calls, maxlen=0)
-
-
-def _call(forward: Callable[..., Any], model: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return forward(model, x, *args, **kwargs)
 
 
 def _call_compiled(forward: Callable[..., Any], model: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -151,10 +139,10 @@ def _find(model: nn.Module, device: torch.device) -> list[tuple[Any, str, Any]]:
     if not _is_known(model):
         return found
     for layer in _modules(model):
-        if type(layer) in KINDS and not is_hooked(layer):
+        if type(layer) in KINDS:
             for name in NAMES:
                 weight = layer._parameters.get(name)
-                if _is_castable(weight, device) and name not in vars(layer):
+                if _is_castable(weight, device):
                     found.append((layer, name, weight))
     return found
 
@@ -163,12 +151,12 @@ def _modules(model: nn.Module) -> Iterator[nn.Module]:
     """The modules of a model that run as their classes say, under the model's autocast.
 
     Without those in compiled blocks of an eager model: these fuse their casts with other work, and CUDA graphs would
-    copy weights that are new tensors in each step. Without those of modules from elsewhere, which may run their layers
-    in float32 or compute with their weights.
+    copy weights that are new tensors in each step. Without modules from elsewhere and modules with hooks, and without
+    what is in them: these may run their layers in float32, compute with their weights or change them.
     """
     for child in model.children():
         compiled = child._compiled_call_impl is not None and not torch.compiler.is_compiling()
-        if not compiled and "forward" not in vars(child) and _is_known(child):
+        if not compiled and not is_hooked(child) and _is_known(child):
             yield child
             yield from _modules(child)
 

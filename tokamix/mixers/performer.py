@@ -37,7 +37,8 @@ def orthogonal_directions(features: int, dim: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     blocks = []
     for start in range(0, features, dim):
-        normal, other = torch.randn(2, dim, dim, generator=generator, dtype=torch.float64)
+        # on the CPU, also within `with torch.device(...)`: they are kept for other mixers
+        normal, other = torch.randn(2, dim, dim, generator=generator, dtype=torch.float64, device="cpu")
         q, r = torch.linalg.qr(normal)
         rotation = q * r.diagonal().sign()  # the signs make it uniform: LAPACK prefers some directions
         blocks.append((rotation * other.norm(dim=-1, keepdim=True))[: features - start])

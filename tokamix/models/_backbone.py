@@ -6,6 +6,7 @@ blocks. The base classes have classifier, features, gradient checkpointing and i
 its stages or blocks, and its table of variants.
 """
 
+import copy
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from timm.models import checkpoint
 from torch import Tensor, nn
 
 from tokamix._construction import record_creation
-from tokamix.layers import casts_weights, channels_first, map_to_tokens, tokens_to_map
+from tokamix.layers import cast_weights, casts_weights, channels_first, map_to_tokens, tokens_to_map
 
 Indices = int | list[int] | tuple[int, ...] | None
 
@@ -122,6 +123,13 @@ class Backbone(nn.Module):
     head: nn.Module
     min_side = 1
     pools: tuple[str, ...] = ("avg", "")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the model as it is between two forward passes, also in the middle of one."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        with cast_weights(self, None):
+            copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
     def _build_head(
         self, num_features: int, num_classes: int, global_pool: str, drop_rate: float, device: Any, dtype: Any

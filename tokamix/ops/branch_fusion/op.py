@@ -53,7 +53,7 @@ def _choose(op: str, tensors: Sequence[Tensor], backend: str | None) -> str:
     elif torch.compiler.is_compiling() and (fuses or dispatch.is_exporting()):  # three means would be six kernels
         better = "torch.compile fuses it with neighbouring operators"
     elif tensors[0].shape[1] > MANY_TOKENS:
-        better = f"{tensors[0].shape[1]} tokens are over {MANY_TOKENS}"
+        better = f"there are over {MANY_TOKENS} tokens"  # their number in a text would fix it in a compiled graph
     return dispatch.choose(op, *tensors, backend=backend, limit=limit, better=better)
 
 
