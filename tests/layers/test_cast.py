@@ -30,6 +30,11 @@ MODELS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cast, "ENABLED", True)  # as TOKAMIX_CAST_WEIGHTS=1 does
+
+
 @contextmanager
 def cast_by_autocast() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
