@@ -206,3 +206,19 @@ def test_a_missing_extra_is_one_sentence(traceback: str, monkeypatch: pytest.Mon
     assert result.exit_code == 1
     assert "tokamix[demo]" in result.output
     assert isinstance(result.exception, ImportError if traceback else SystemExit)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"), ({"GOMP_SPINCOUNT": "100"}, None)],
+)
+def test_threads_of_a_training_wait_passively(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str | None
+) -> None:
+    """Unless the user has set how they wait; also where the command ends with an error."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    }
+    monkeypatch.setattr(os, "environ", environment | given)
+    call("train", "--data", "no/such/folder", code=1)
+    assert os.environ.get("OMP_WAIT_POLICY") == expected

@@ -1,5 +1,6 @@
 """Running a study: rows, resuming, failures, the deadline; the worker, the data, the command."""
 
+import importlib
 import json
 import math
 import re
@@ -28,9 +29,9 @@ from tokamix.study import worker
 from tokamix.study.data import decode_once, draw_balanced, load_splits
 from tokamix.study.figure import draw_figure
 from tokamix.study.plan import final_job, list_jobs
-from tokamix.study.processes import Process
+from tokamix.study.processes import Process, environment
 from tokamix.study.rows import SPEED_COLUMNS, read_all_rows, read_rows, unpack_bits, write_row
-from tokamix.study.run import next_job, run_study
+from tokamix.study.run import next_job, run_study, threads_of_run
 from tokamix.study.schema import Study, load_study
 from tokamix.study.speed import prepare
 from tokamix.study.worker import train_job, work
@@ -62,7 +63,7 @@ def fake_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs end at once, in real processes; the data is its own name."""
     monkeypatch.setattr(run_module, "decode_once", lambda source, task, folder: source)
 
-    def start(module: str, arguments: list[str], log: Path, runs: Path, mps: bool) -> Process:
+    def start(module: str, arguments: list[str], log: Path, runs: Path, mps: bool, threads: int | None) -> Process:
         with log.open("wb") as file:
             command = [sys.executable, "-S", "-c", WORKER, *arguments]
             return Process(command, stdin=PIPE, stdout=file, stderr=file, start_new_session=True)
@@ -380,3 +381,29 @@ def test_command(tmp_path: Path) -> None:
     assert (tmp_path / "claims.md").read_text().startswith("# Claims, tested")
     call("study", "sima", "--page", tmp_path / "sima.md", "-o", tmp_path)
     assert re.findall(r"^- `(\w+)`", (tmp_path / "sima.md").read_text(), re.MULTILINE) == ["sima"]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "has_gpu", "threads"), [(1, False, None), (2, False, 4), (20, False, 1), (8, True, 2)]
+)
+def test_runs_on_a_cpu_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, jobs: int, has_gpu: bool, threads: int | None
+) -> None:
+    """A run alone chooses itself; threads of several runs are no more than the cores."""
+    monkeypatch.setattr(importlib.import_module("tokamix.train.setup.threads"), "usable_cores", lambda: 8)
+    assert threads_of_run(jobs, has_gpu) == threads
+
+
+def test_environment_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Waiting threads sleep; what the user has set is kept."""
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    env = environment(tmp_path, mps=False, threads=None)
+    assert env["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert "OMP_NUM_THREADS" not in env
+    assert environment(tmp_path, mps=False, threads=3)["OMP_NUM_THREADS"] == "3"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "100")
+    env = environment(tmp_path, mps=False, threads=3)
+    assert env["OMP_NUM_THREADS"] == "7"
+    assert "OMP_WAIT_POLICY" not in env

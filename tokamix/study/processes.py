@@ -14,12 +14,19 @@ MPS = Path(tempfile.gettempdir()) / f"tokamix_mps_{os.getuid()}"
 Process = subprocess.Popen[bytes]
 
 
-def environment(runs: Path, mps: bool) -> dict[str, str]:
-    """Environment of a run's process: shared caches of compiled code, few threads, MPS."""
+def environment(runs: Path, mps: bool, threads: int | None = 2) -> dict[str, str]:
+    """Environment of a run's process: shared caches of compiled code, few threads, MPS.
+
+    With None for `threads` each run chooses. Threads that wait sleep: spinning ones slow down those of other runs.
+    """
     cache = (runs / "cache").resolve()
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
     env |= {"TORCHINDUCTOR_COMPILE_THREADS": "4", "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
-    env |= {"TORCHINDUCTOR_AUTOGRAD_CACHE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
+    env |= {"TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
+    if threads is not None:
+        env.setdefault("OMP_NUM_THREADS", str(threads))
+    if "GOMP_SPINCOUNT" not in env:
+        env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     if mps:
         env |= {"CUDA_MPS_PIPE_DIRECTORY": str(MPS), "CUDA_MPS_LOG_DIRECTORY": str(MPS)}
@@ -48,11 +55,14 @@ def stop_mps(runs: Path) -> None:
         subprocess.run(command, input=b"quit\n", env=environment(runs, mps=True), timeout=20, check=False)
 
 
-def start_process(module: str, arguments: list[str], log: Path, runs: Path, mps: bool) -> Process:
+def start_process(
+    module: str, arguments: list[str], log: Path, runs: Path, mps: bool, threads: int | None = 2
+) -> Process:
     """Start `python -m module ...`; its output goes to `log`, its input comes from `send`."""
     with log.open("wb") as file:
         options: Any = {"stdin": subprocess.PIPE, "stdout": file, "stderr": file, "start_new_session": True}
-        return subprocess.Popen([sys.executable, "-m", module, *arguments], env=environment(runs, mps), **options)
+        env = environment(runs, mps, threads)
+        return subprocess.Popen([sys.executable, "-m", module, *arguments], env=env, **options)
 
 
 def send(process: Process, line: str | None) -> None:

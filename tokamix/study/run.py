@@ -161,7 +161,8 @@ class _Pack:
     def _start(self, job: Job) -> None:
         """Start a process with its first run."""
         log = self._files(job)[2]
-        self._send(job, start_process("tokamix.study.worker", [], log, self.runs, self.mps))
+        threads = threads_of_run(self.count, self.has_gpu)
+        self._send(job, start_process("tokamix.study.worker", [], log, self.runs, self.mps, threads))
 
     def _send(self, job: Job, process: Process) -> None:
         description, result, _ = self._files(job)
@@ -220,6 +221,15 @@ class _Pack:
         speed = f", {row['images_per_second']:,.0f} images/s" if row["status"] == "finished" else ""
         factor = f" lr x {job.lr_factor:g}" if job.phase == "tune" else ""
         self.say(f"{job.phase} {job.arm} {job.seed}{factor}: {score} in {row['seconds']:.0f} s{speed}")
+
+
+def threads_of_run(jobs: int, has_gpu: bool) -> int | None:
+    """CPU threads of each of `jobs` runs at a time: on a CPU their part of the cores; None: a run alone chooses."""
+    from tokamix.train.setup.threads import usable_cores  # needs Accelerate, which reading results does not
+
+    if has_gpu:
+        return 2
+    return None if jobs == 1 else max(1, usable_cores() // jobs)
 
 
 def next_job(waiting: Sequence[Job], arms: Sequence[tuple[str, str]]) -> Job:
