@@ -317,3 +317,21 @@ def test_grey_and_many_channels() -> None:
 def test_which_policies_exist_for_batches() -> None:
     assert all(can_batch(name) for name in (None, "3-augment", "3a", "rand-m9-mstd0.5-inc1"))
     assert not any(can_batch(name) for name in ("original", "v0", "augmix-m5"))
+
+
+@pytest.mark.parametrize("policy", ["rand-m9-mstd0.5", "rand-m7-mstd0.5-inc1"])
+def test_operations_of_few_images_equal_those_of_the_whole_batch(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """On a CPU equalisation and smoothing see only the images that need them; on a GPU all, with the same pixels."""
+    images = noise_images(64, 20, smooth=False)
+    augment = Augment(recipe(augment=policy, image_size=20), MEAN, CPU)
+    table = augment.plan(len(images), (20, 20), generator(0, 0, 0, "test"))
+    chosen = [table[f"{i}.equalize"].flatten() > 0 for i in range(2)]
+    assert 0 < sum(which.sum() for which in chosen) < len(images) / 2  # the case is not empty
+    seen: list[int] = []
+    equalized = module._equalized
+    monkeypatch.setattr(module, "_equalized", lambda x: seen.append(len(x)) or equalized(x))
+    few = augment(images, table)
+    assert seen == [int(which.sum()) for which in chosen if which.any()]
+    monkeypatch.setattr(module, "_apply_to", lambda x, chosen, function: torch.where(chosen, function(x), x))
+    assert torch.equal(few, augment(images, table))
+    assert len(seen) > 2 or seen[-1] == len(images)

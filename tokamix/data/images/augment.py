@@ -10,7 +10,7 @@ everything else follows timm's tables.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -327,7 +327,7 @@ def _warped(x: Tensor, matrix: Tensor, size: int, mode: str, fill: Tensor | None
 def _recoloured(x: Tensor, table: Table, grey_weights: Tensor) -> Tensor:
     """Apply one layer of colour operations; parameters that are not in the table are neutral."""
     if "equalize" in table:
-        x = torch.where(table["equalize"] > 0, _equalized(x), x)
+        x = _apply_to(x, table["equalize"] > 0, _equalized)
     if "contrast" in table:
         low, high = x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)
         stretched = (x - low) * (255 / (high - low).clamp(min=1))
@@ -340,7 +340,7 @@ def _recoloured(x: Tensor, table: Table, grey_weights: Tensor) -> Tensor:
         if "mean" in table:
             out = out + table["mean"] * grey.mean((2, 3), keepdim=True)
     if "smooth" in table:
-        out = out + table["smooth"] * _smoothed(x)
+        out = out + table["smooth"] * _apply_to(x, table["smooth"] != 0, _smoothed)
     if "offset" in table:
         out = out + table["offset"]
     if "sigma" in table:
@@ -353,6 +353,19 @@ def _recoloured(x: Tensor, table: Table, grey_weights: Tensor) -> Tensor:
     if "threshold" in table:
         out = torch.where(out >= table["threshold"], 255 - out, out)
     return out
+
+
+def _apply_to(x: Tensor, chosen: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """The function of the chosen images; `chosen` (B, 1, 1, 1) says which. The others stay as they are.
+
+    On a CPU the function computes the chosen ones alone, few of a batch; on a GPU, all: to find them would wait for it.
+    """
+    if not x.is_cpu:
+        return torch.where(chosen, function(x), x)
+    found = chosen.flatten().nonzero().flatten()
+    if not len(found):
+        return x
+    return x.index_copy(0, found, function(x[found]))
 
 
 def _smoothed(x: Tensor) -> Tensor:
