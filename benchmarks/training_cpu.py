@@ -5,9 +5,8 @@
 Trains on noise as `tokamix train` does. Rounds in which the augmentation computes all images, and those that need it
 alone (`tokamix.data.images.augment._apply_to`), follow each other in one process. Prints the median of each part of a
 step: the wall time, and the process's CPU time, which other programs change less. `--bf16` measures autocast as well,
-`--kernels 20` prints operators.
-`--evaluate` measures the evaluation of as many images as the batch has, eight times. OMP_WAIT_POLICY and
-OMP_NUM_THREADS are read when the process starts: compare them from the shell.
+`--kernels 20` prints operators, `--evaluate` measures the evaluation of as many images as the batch has, eight times.
+OMP_WAIT_POLICY and OMP_NUM_THREADS are read when the process starts: compare them from the shell.
 """
 
 import argparse
@@ -85,11 +84,8 @@ def measure(engine: Engine, recipe: Recipe, arguments: argparse.Namespace) -> No
     times: dict[str, Times] = {name: {} for name in variants}
     for turn in range(arguments.rounds + 1):
         for name, (precision, apply_to) in variants.items():
-            with (
-                precision(),
-                patch.object(augment, "_apply_to", apply_to),
-                clocked(engine, times[name] if turn else {}),
-            ):
+            measured = times[name] if turn else {}
+            with precision(), patch.object(augment, "_apply_to", apply_to), clocked(engine, measured):
                 for _ in range(arguments.steps):
                     engine._train_step(batches)
                 if arguments.evaluate:
