@@ -22,7 +22,7 @@ from tokamix.export.triton import write_triton_config
 from tokamix.inference import InferenceConfig, load_model
 from tokamix.ops import dispatch
 from tokamix.predict import load_predictor
-from tokamix.runtimes import load_exported
+from tokamix.runtimes import first_reason, load_exported
 
 pytestmark = pytest.mark.xdist_group("export")
 
@@ -249,6 +249,14 @@ def test_a_file_that_claims_too_much_is_not_written(tmp_path: Path, onnx_report:
         check.check_file(tmp_path / "m.onnx", exact, [((45, 31), 2)], "fp32")
 
 
+def test_reasons_of_runtimes_are_said() -> None:
+    """OpenVINO's errors begin with places in its source."""
+    error = RuntimeError("Exception from src/a.cpp:1:\nException from src/b.cpp:2:\n[CPU] shapes do not match\n\n")
+    assert first_reason(error) == "[CPU] shapes do not match"
+    assert first_reason(RuntimeError("Exception from src/a.cpp:1:\n")) == "RuntimeError"
+    assert first_reason(AssertionError()) == "AssertionError"
+
+
 def test_bad_input(classifier_run: Path, onnx_report: ExportReport, tmp_path: Path) -> None:
     """One sentence each, and nothing is written."""
 
@@ -293,6 +301,7 @@ def test_bad_input(classifier_run: Path, onnx_report: ExportReport, tmp_path: Pa
         ({"attention": True}, "--int8-attention is for --precision int8, got fp32"),
         ({"precision": "int8", "data": "x", "features": True}, "feature maps do not have; leave out --features"),
         ({"precision": "int8", "data": "x", "max_drop": -1.0}, "max_drop and keep_layers must be 0 or more"),
+        ({"precision": "int8", "data": "x", "max_drop": float("nan")}, "max_drop and keep_layers must be 0 or more"),
         (
             {"precision": "int8", "data": "x", "to": "openvino", "attention": True},
             "--int8-attention is for ONNX files, got --to openvino",

@@ -25,7 +25,7 @@ from tokamix.export.check import compare_outputs, largest_difference
 from tokamix.export.graph import create_graph
 from tokamix.inference import InferenceConfig
 from tokamix.models._registry import create_model
-from tokamix.runtimes import load_exported
+from tokamix.runtimes import first_reason, load_exported
 
 # runtime -> package that it needs, target of `tokamix export`, precision
 EXPORTED = {
@@ -197,8 +197,7 @@ def prepare_calls(
             with torch.no_grad():
                 exact = _outputs(network(images[:1]))
         except (AssertionError, RuntimeError, ValueError) as problem:
-            reason = (str(problem).splitlines() or [type(problem).__name__])[0]
-            log(f"{name} {size} px: FAILED, the model does not take this size: {reason[:200]}")
+            log(f"{name} {size} px: FAILED, the model does not take this size: {first_reason(problem)[:200]}")
             continue
         counts = (parameters, count_macs(network, size), count_exp(network, size).total())
         for runtime in runtimes:
@@ -211,7 +210,7 @@ def prepare_calls(
                 if not error <= largest_difference(config.task, _precision(runtime, device)):
                     raise RuntimeError(f"not timed, because the result is wrong: relative error {error:.1e}")
             except Exception as problem:  # the others must still be measured
-                log(f"{label}: FAILED, {type(problem).__name__}: {str(problem).splitlines()[0][:200]}")
+                log(f"{label}: FAILED, {type(problem).__name__}: {first_reason(problem)[:200]}")
                 continue
             memory = _used_gb(device) if device == "cpu" else math.nan if runtime == "aoti" else peak_gb(call)
             log(f"{label}: ready after {time.perf_counter() - start:.0f} s, relative error {error:.0e}")

@@ -31,7 +31,7 @@ from tokamix.export.write import OPSET, OPSETS, PRECISIONS, SUFFIX, WRITERS, mov
 from tokamix.files import WriteError
 from tokamix.inference import InferenceConfig, load_model
 from tokamix.ops import dispatch
-from tokamix.runtimes import is_exported
+from tokamix.runtimes import first_reason, is_exported
 
 Target = Literal["onnx", "openvino", "torch-export", "aoti", "executorch"]
 MAX_DROP = 0.5  # points of accuracy
@@ -213,8 +213,7 @@ def trace(
         with torch.no_grad(), quiet(), dispatch.export_target(to):
             program = torch.export.export(graph, (example,), dynamic_shapes=(dynamic,) if dynamic else None)
     except (RuntimeError, ValueError, AssertionError, TypeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{name} cannot be traced: {reason}") from error
+        raise ValueError(f"{name} cannot be traced: {first_reason(error)}") from error
     shape = next(node.meta["val"] for node in program.graph.nodes if node.name == "images").shape
     if fixed := [shape[axis] for axis in dynamic if not isinstance(shape[axis], torch.SymInt)]:
         raise ValueError(f"{name} cannot be exported with a free size or batch: one of them is fixed to {fixed[0]}")
@@ -254,7 +253,7 @@ def _check_int8_options(
         raise ValueError(f"--int8-attention is for ONNX files, got --to {to}; leave it out")
     if keep_layers and to == "torch-export":
         raise ValueError("--keep-layers is for ONNX and OpenVINO files; torch-export has int8 weights only")
-    if max_drop < 0 or (keep_layers or 0) < 0:
+    if not max_drop >= 0 or (keep_layers or 0) < 0:  # NaN neither
         raise ValueError(f"max_drop and keep_layers must be 0 or more, got {max_drop} and {keep_layers}")
 
 
