@@ -67,7 +67,18 @@ def test_onnx_file(onnx_report: ExportReport, classifier_run: Path) -> None:
 
 
 def test_predict_command(onnx_report: ExportReport, classifier_run: Path, photo: Path) -> None:
-    assert call("predict", onnx_report.path, photo) == call("predict", classifier_run, photo, "--device", "cpu")
+    """A model may be named with --run; the same command takes files of every runtime."""
+    expected = call("predict", classifier_run, photo, "--device", "cpu")
+    assert call("predict", onnx_report.path, photo) == expected
+    assert call("predict", "--run", onnx_report.path, photo) == expected
+    torch.manual_seed(0)
+    model, small = Small().eval(), []
+    for to in ("onnx", "openvino", "torch-export"):
+        path = export(model, photo.with_name(f"m{write.SUFFIX[to]}"), to=to, config=CONFIG).path
+        small.append(call("predict", "--run", path, photo))
+    assert "photo.png" in small[0]
+    assert small == [small[0]] * 3
+    assert "neither" in call("predict", "--run", photo.parent, photo, code=1)
 
 
 def test_light_runtime(onnx_report: ExportReport, classifier_run: Path, photo: Path) -> None:
@@ -278,6 +289,10 @@ def test_bad_input(classifier_run: Path, onnx_report: ExportReport, tmp_path: Pa
     assert "has no pretrained weights" in call("export", "stvit_small", *target, code=1)
     with pytest.raises(ValueError, match=r"was exported for images of \d+x\d+, got 48x48; export it with --size 48x48"):
         load_exported(onnx_report.path)(torch.zeros(1, 3, 48, 48))
+    text = call("predict", onnx_report.path, tmp_path / "file", "--model", "stvit_small", code=1)
+    assert "model.onnx holds columnar_tiny_softmax, not stvit_small; leave out --model" in text
+    text = call("export", "pyramid_nano_sima.imagenette", "--model", "stvit_small", *target, code=1)
+    assert "pyramid_nano_sima.imagenette holds pyramid_nano_sima, not stvit_small; leave out --model" in text
     assert "there is no exported model" in call("predict", tmp_path / "none.onnx", tmp_path / "file", code=1)
     assert "name the model first: tokamix predict m.onnx IMAGES" in call("predict", "photo.jpg", "m.onnx", code=1)
     (tmp_path / "bad.onnx").write_text("no graph")
