@@ -18,7 +18,7 @@ from tests.command import call
 from tests.train.tiny import tiny_data
 from tokamix.export import ExportReport, check, export, light, write
 from tokamix.export.light import OnnxPredictor
-from tokamix.export.triton import write_triton_config
+from tokamix.export.triton import check_triton_path, write_triton_config
 from tokamix.inference import InferenceConfig, load_model
 from tokamix.ops import dispatch
 from tokamix.predict import load_predictor
@@ -574,6 +574,9 @@ def test_triton_layout(onnx_report: ExportReport, tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match=r"Triton needs a file REPOSITORY/NAME/1/model\.onnx"):
         write_triton_config(onnx_report.path)
+    for version in ("0", "01"):
+        with pytest.raises(ValueError, match="Triton ignores versions that begin with 0"):
+            check_triton_path(tmp_path / "photos" / version / "model.onnx")
 
 
 def test_inductor_may_raise_cant_split_without_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
