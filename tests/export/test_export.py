@@ -1,6 +1,7 @@
 """`tokamix export`: files equal PyTorch in their runtimes, bad files are not written, bad input gets one sentence."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 import torch
 from PIL import Image
@@ -16,6 +18,7 @@ from torch import nn
 import tokamix
 from tests.command import call
 from tests.train.tiny import tiny_data
+from tokamix.cost import exp_nodes
 from tokamix.export import ExportReport, check, export, light, write
 from tokamix.export.light import OnnxPredictor
 from tokamix.export.triton import check_triton_path, write_triton_config
@@ -90,6 +93,18 @@ def test_light_runtime(onnx_report: ExportReport, classifier_run: Path, photo: P
     actual = OnnxPredictor(onnx_report.path)(photo)
     assert tuple(actual.names) == expected.names
     np.testing.assert_allclose(actual.scores, expected.scores, rtol=1e-4)
+
+
+def test_light_runtime_runs_without_torch(onnx_report: ExportReport, photo: Path, tmp_path: Path) -> None:
+    """The copied script in a process of its own, where neither torch nor tokamix can be imported."""
+    script = tmp_path / "run_onnx.py"
+    script.write_text(Path(light.__file__).read_text())
+    blocked = "import sys, runpy; sys.modules.update(torch=None, torchvision=None, timm=None, tokamix=None)\n"
+    code = f"{blocked}sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", code, str(script), str(onnx_report.path), str(photo)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == f"{photo}: {OnnxPredictor(onnx_report.path)(photo)}\n"
 
 
 def test_light_runtime_reads_images_as_predict_does(
@@ -362,6 +377,10 @@ def test_a_segmenter_as_a_module_is_exported_as_one(tmp_path: Path) -> None:
     _, config = load_model(report.path)
     assert (config.task, config.class_names) == ("segment", ("0", "1", "2"))
     assert load_predictor(report.path, "cpu")(np.zeros((20, 32, 3), np.uint8)).segmentation.shape == (20, 32)
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 27, 3), np.uint8))
+    expected, actual = load_predictor(report.path, "cpu")(picture), OnnxPredictor(report.path)(picture)
+    assert actual.segmentation.shape == (20, 27)
+    assert (actual.segmentation == np.asarray(expected.segmentation)).mean() > 0.99, "the script predicts the same"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
@@ -557,6 +576,30 @@ def test_count_exp_in_files(onnx_report: ExportReport, classifier_run: Path, tmp
     assert "nodes that evaluate exp: none; square roots: 3 LayerNormalization" in report.lines()
     with pytest.raises(FileNotFoundError, match="there is no ONNX file"):
         tokamix.count_exp(tmp_path / "none.onnx")
+
+
+def test_count_exp_in_branches_and_functions(tmp_path: Path) -> None:
+    """Nodes there are found; those of branches cannot be counted, which is said."""
+
+    def save(*nodes: str, opset: str = "", functions: str = "") -> Path:
+        text = f'<ir_version: 9, opset_import: ["" : 18{opset}]> m (float[1,3,4,4] x) => (float[1,3,4,4] y) '
+        onnx.save(onnx.parser.parse_model(f"{text} {{ {' '.join(nodes)} }} {functions}"), str(tmp_path / "m.onnx"))
+        return tmp_path / "m.onnx"
+
+    path = save(
+        "y = own.f(x)",
+        opset=', "own" : 1',
+        functions='<domain: "own", opset_import: ["" : 18]> f (a) => (b) { b = Exp(a) }',
+    )
+    assert tokamix.count_exp(path) == {"exp": 48}
+    branches = "then_branch = t () => (float[1,3,4,4] p) { p = Sigmoid(x) }, else_branch = e () => (q) { q = Sqrt(x) }"
+    path = save("c = Constant<value = bool {1}>()", f"y = If (c) <{branches}>")
+    assert exp_nodes(path) == ({"Sigmoid": 1}, {"Sqrt": 1})
+    with pytest.raises(ValueError, match=r"evaluates exp in branches or loops \(1 nodes\)"):
+        tokamix.count_exp(path)
+    (tmp_path / "m.onnx").write_text("no graph")
+    with pytest.raises(ValueError, match=r"m\.onnx cannot be read as an ONNX file"):
+        tokamix.count_exp(tmp_path / "m.onnx")
 
 
 def test_triton_layout(onnx_report: ExportReport, tmp_path: Path) -> None:
