@@ -79,6 +79,17 @@ def test_every_model_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(rows) == graphs == 9
 
 
+def test_int8_of_models_with_class_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The random images that int8 is calibrated on have the classes of the model."""
+    model = Small().eval()
+    model.pretrained_cfg = {"label_names": ["cat", "dog", "owl"], "input_size": (3, 8, 8)}
+    monkeypatch.setattr(runtimes, "create_for_size", lambda name, size: model)
+    logged: list[str] = []
+    rows = list(runtimes.measure_runtimes(["a"], [8], [1], ["onnx-int8"], "cpu", 0.0, logged.append))
+    assert runtimes._config(model).class_names == ("cat", "dog", "owl")
+    assert [row.runtime for row in rows] == ["onnx-int8"], logged
+
+
 def test_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measure = partial(runtimes.measure_runtimes, ["a"], [8], [1], ["onnx"], seconds=0, folder=tmp_path)
     assert len(list(measure())) == 1

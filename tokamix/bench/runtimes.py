@@ -234,7 +234,7 @@ def _create_call(
         target, precision = EXPORTED[runtime][1], _precision(runtime, device)
         size = (images.shape[-2], images.shape[-1])
         options: dict[str, Any] = (
-            {"data": _random_data(size[0], len(config.class_names))} if precision == "int8" else {}
+            {"data": _random_data(size[0], config.num_classes, config.class_names)} if precision == "int8" else {}
         )
         file = path.with_name(path.name + SUFFIX[target])
         if not file.is_file():
@@ -276,12 +276,12 @@ def _precision(runtime: str, device: str) -> str:
     return EXPORTED[runtime][2] if runtime in EXPORTED else "fp32"
 
 
-def _random_data(size: int, classes: int) -> Any:
+def _random_data(size: int, classes: int, names: Sequence[str] = ()) -> Any:
     """A few random images: enough to calibrate int8 where only its speed counts."""
     from tokamix.data import ArrayDataset, DatasetSplits
 
     images = torch.randint(256, (8, 3, size, size), dtype=torch.uint8)
-    names = tuple(map(str, range(classes)))
+    names = tuple(names) or tuple(map(str, range(classes)))
     part = ArrayDataset(images, torch.zeros(8, dtype=torch.int64), names)
     return DatasetSplits("random images", part, part, names)
 
