@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
 import tokamix
@@ -256,6 +258,19 @@ def test_recipes_name_dense_models() -> None:
     assert type(model).__name__ == "RetinaNet"
     with pytest.raises(ValueError, match="must be for segment or detect"):
         runtimes._create_dense("imagenette_nano", "pyramid_nano_sima")
+
+
+def test_labels_of_the_plot_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, path, **options: (figures.append(self), save(self, path, **options))
+    )
+    names = [f"a_model_with_a_long_name_{i}" for i in range(8)]
+    runtimes.draw_rows([row for name in names for row in rows_of(name, {"eager": 5.0})], tmp_path / "plot.png")
+    boxes = [label.get_window_extent() for label in figures[0].axes[0].get_xticklabels()]
+    assert len(boxes) == 8
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
 
 
 def test_softmax_row() -> None:

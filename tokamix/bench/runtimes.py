@@ -364,7 +364,9 @@ def draw_rows(rows: Sequence[RuntimeRow], path: Path) -> None:
         raise ImportError("plots need matplotlib: pip install 'tokamix[bench]'") from None
     groups = list(dict.fromkeys((row.model, row.size, row.batch) for row in rows))
     runtimes = list(dict.fromkeys(row.runtime for row in rows))
-    figure = Figure(figsize=(max(6.0, 1.1 + 0.26 * len(groups) * (len(runtimes) + 1)), 4.2), layout="constrained")
+    longest = max(len(model) for model, _, _ in groups)
+    inches = max(0.26 * (len(runtimes) + 1), 0.085 * max(longest, 16) + 0.1)  # of a group: its bars, or its label
+    figure = Figure(figsize=(max(6.0, 1.1 + inches * len(groups)), 4.2), layout="constrained")
     axes = figure.subplots()
     width = 1 / (len(runtimes) + 1)
     for i, runtime in enumerate(runtimes):
