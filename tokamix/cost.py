@@ -55,7 +55,7 @@ def count_exp(model: nn.Module | str | Path, img_size: int | tuple[int, int] = 2
 
 def exp_nodes(path: str | Path) -> tuple[Counter[str], Counter[str]]:
     """Operators of an ONNX file that evaluate exp (softmax, erf, GELU, sigmoid, tanh), and those with square roots."""
-    nodes = Counter(node.op_type for node in _read_onnx(Path(path)).graph.node)
+    nodes = Counter(node.op_type for node in _all_nodes(_read_onnx(Path(path)).graph))
     roots = Counter({name: n for name, n in nodes.items() if name in ONNX_ROOTS})
     return Counter({name: n for name, n in nodes.items() if name in ONNX_KIND_OF}), roots
 
@@ -71,16 +71,38 @@ def _read_onnx(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"there is no ONNX file {path}")
     try:
-        import onnx
+        import onnx.inliner
+        import onnxruntime  # noqa: F401
     except ImportError:
-        raise ImportError("counting exp in ONNX files needs onnx: pip install 'tokamix[export]'") from None
-    return onnx.load(str(path))
+        raise ImportError(
+            "counting exp in ONNX files needs onnx and onnxruntime: pip install 'tokamix[export]'"
+        ) from None
+    try:
+        proto = onnx.load(str(path))
+    except Exception as error:  # protobuf's own classes
+        raise ValueError(f"{path} cannot be read as an ONNX file: {error}") from error
+    return onnx.inliner.inline_local_functions(proto) if proto.functions else proto
+
+
+def _all_nodes(graph: Any) -> Iterator[Any]:
+    """The nodes of an ONNX graph, those in branches and loops included."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                yield from _all_nodes(inner)
 
 
 def _count_exp_in_onnx(path: Path, img_size: int | tuple[int, int]) -> Counter[str]:
     """Run the graph with its nodes of exp as outputs, whose sizes are counted."""
     proto = _read_onnx(path)
     found = [(ONNX_KIND_OF[node.op_type], node.output[0]) for node in proto.graph.node if node.op_type in ONNX_KIND_OF]
+    inside = sum(node.op_type in ONNX_KIND_OF for node in _all_nodes(proto.graph)) - len(found)
+    if inside:
+        raise ValueError(
+            f"{path} evaluates exp in branches or loops ({inside} nodes), whose evaluations cannot be counted;"
+            " `tokamix.cost.exp_nodes` names the nodes"
+        )
     if not found:
         return Counter()
     import numpy as np
@@ -90,6 +112,10 @@ def _count_exp_in_onnx(path: Path, img_size: int | tuple[int, int]) -> Counter[s
     own = {value.name for value in proto.graph.output}
     proto.graph.output.extend(onnx.ValueInfoProto(name=name) for _, name in found if name not in own)
     session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    if len(session.get_inputs()) != 1:
+        raise ValueError(
+            f"{path} has {len(session.get_inputs())} inputs; exp is counted for files with one, the images"
+        )
     (image,) = session.get_inputs()
     height, width = to_2tuple(img_size)
     free = iter([height, width] if isinstance(image.shape[0], int) else [1, height, width])

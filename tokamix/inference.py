@@ -260,14 +260,11 @@ def load_model(
             loaded on the CPU.
     """
     if is_exported(source):
-        return _load_exported(source, device)
+        return _load_exported(source, device, model)
     name = str(source).removeprefix("local-dir:")
     path = Path(name)
-    if path.is_dir() and model is not None and read_config(path).get("architecture", model) != model:
-        architecture = read_config(path)["architecture"]
-        raise ValueError(
-            f"{source} holds {architecture}, not {model}; leave out --model, which is for checkpoint files"
-        )
+    if path.is_dir() and model is not None:
+        _check_name(source, read_config(path).get("architecture", model), model)
     if path.is_dir() or (path.is_file() and model is None):
         return _load_folder(path)
     if path.is_file():
@@ -285,12 +282,20 @@ def load_model(
         network = create_model(str(source), pretrained=True)
     else:
         network = _load_pretrained(name)
+        _check_name(source, split_model_name_tag(name.split("/")[-1])[0], model)
     return network.eval(), InferenceConfig.from_model(network)
 
 
-def _load_exported(path: str | Path, device: str | None) -> tuple[Any, InferenceConfig]:
+def _check_name(source: str | Path, held: str, model: str | None) -> None:
+    """Refuse a name of the architecture that is not the one of the source."""
+    if model not in (None, held, str(source)):
+        raise ValueError(f"{source} holds {held}, not {model}; leave out --model, which is for checkpoint files")
+
+
+def _load_exported(path: str | Path, device: str | None, model: str | None = None) -> tuple[Any, InferenceConfig]:
     """Open a file of `tokamix.export` in its runtime."""
     network = load_exported(path, torch.device(device or "cpu").type)
+    _check_name(path, network.metadata.get("model", "an exported model"), model)
     config = InferenceConfig.from_dict(network.metadata["inference"])
     if network.metadata["features"]:
         raise ValueError(f"{path} holds a feature extractor, which predicts nothing; export without --features")

@@ -46,6 +46,13 @@ def require(package: str, purpose: str) -> Any:
         raise ImportError(f"{purpose} needs {package.split('.')[0]}: pip install 'tokamix[{extra}]'") from None
 
 
+def first_reason(error: BaseException) -> str:
+    """The first line of an error that says something; OpenVINO's begin with places in its source."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = [line for line in lines if line and not line.startswith("Exception from ")]
+    return (said or [type(error).__name__])[0]
+
+
 class ExportedModel(nn.Module):
     """An exported file as a module: images (B, C, H, W), normalised, -> what the model it was made from returns.
 
@@ -245,5 +252,4 @@ class _damaged:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception):
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ValueError(f"{self.path} cannot be opened: {reason}") from error
+            raise ValueError(f"{self.path} cannot be opened: {first_reason(error)}") from error

@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
 import tokamix
@@ -79,6 +81,17 @@ def test_every_model_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(rows) == graphs == 9
 
 
+def test_int8_of_models_with_class_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The random images that int8 is calibrated on have the classes of the model."""
+    model = Small().eval()
+    model.pretrained_cfg = {"label_names": ["cat", "dog", "owl"], "input_size": (3, 8, 8)}
+    monkeypatch.setattr(runtimes, "create_for_size", lambda name, size: model)
+    logged: list[str] = []
+    rows = list(runtimes.measure_runtimes(["a"], [8], [1], ["onnx-int8"], "cpu", 0.0, logged.append))
+    assert runtimes._config(model).class_names == ("cat", "dog", "owl")
+    assert [row.runtime for row in rows] == ["onnx-int8"], logged
+
+
 def test_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measure = partial(runtimes.measure_runtimes, ["a"], [8], [1], ["onnx"], seconds=0, folder=tmp_path)
     assert len(list(measure())) == 1
@@ -119,6 +132,11 @@ def test_bad_input() -> None:
     assert "there is no runtime 'tensorrt'; choose from eager" in error("--runtime", "tensorrt")
     for runtime in ("graphs", "graphed"):
         assert f"CUDA graphs need a GPU; leave out the runtime {runtime}" in error("--runtime", f"eager,{runtime}")
+    assert "--only is for suites" in error("--only", "infer")
+    for option in ("--sizes", "--batch", "--runtime", "--seconds"):
+        text = call("bench", "--suite", "ops", "--device", "cpu", option, "1", code=1)
+        assert f"{option} is for models, which are named without --suite; leave it out" in text
+    assert "cannot write into /dev/null/x" in error("-o", "/dev/null/x")
     assert "there is no model 'stvit'" in call(
         "pick", "--budget-ms", "5", "--models", "stvit", "--device", "cpu", code=1
     )
@@ -161,6 +179,19 @@ def test_pick(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "deit_small_sima" not in [name for name, _ in measured]
     out = call("pick", "--budget-ms", "5", *options, code=1)
     assert "nothing keeps 5 ms: the fastest is deit_small_sima in eager with 20.0 ms" in out
+
+
+def test_pick_prefers_an_accuracy_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The paper's accuracy is not that of int8, which is recommended only if nothing else fits, and with a note."""
+    speeds = {"eager": 50.0, "openvino": 30.0, "openvino-int8": 10.0}
+    monkeypatch.setattr(pick, "measure_runtimes", lambda models, *_: iter(rows_of(models[0], speeds)))
+    options = ("--models", "stvit_small", "--runtime", ",".join(speeds), "--device", "cpu")
+    out = call("pick", "--budget-ms", "40", *options)
+    assert "stvit_small in openvino: 30.0 ms" in out
+    assert "what int8 costs" not in out
+    out = call("pick", "--budget-ms", "20", *options)
+    assert "stvit_small in openvino-int8: 10.0 ms" in out
+    assert "what int8 costs of it is not known" in out
 
 
 def test_pick_keeps_to_the_runtimes_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +258,19 @@ def test_recipes_name_dense_models() -> None:
     assert type(model).__name__ == "RetinaNet"
     with pytest.raises(ValueError, match="must be for segment or detect"):
         runtimes._create_dense("imagenette_nano", "pyramid_nano_sima")
+
+
+def test_labels_of_the_plot_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, path, **options: (figures.append(self), save(self, path, **options))
+    )
+    names = [f"a_model_with_a_long_name_{i}" for i in range(8)]
+    runtimes.draw_rows([row for name in names for row in rows_of(name, {"eager": 5.0})], tmp_path / "plot.png")
+    boxes = [label.get_window_extent() for label in figures[0].axes[0].get_xticklabels()]
+    assert len(boxes) == 8
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
 
 
 def test_softmax_row() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 from PIL import Image
+from rich.text import Text
 from typer.testing import CliRunner
 
 import tokamix
@@ -66,6 +67,7 @@ def test_help_is_whole_sentences(name: str) -> None:
         text = getattr(parameter, "help", None) or ""
         assert re.fullmatch(r"([A-Z0-9]|cuda or cpu|key=value|[a-z]+_tiny|self, |y,x |knn, ).*\.", text), (name, text)
         assert "; default" not in text, (name, text)
+        assert Text.from_markup(text).plain == text, "rich takes words in brackets for markup, and leaves them out"
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"export"}))  # export's long options need more

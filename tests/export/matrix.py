@@ -8,17 +8,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import tokamix
 from tests.export.test_int8 import check_accuracy
 from tests.models.test_contract import create_shallow
+from tests.train.tiny_dense import tiny_scenes
 from tokamix.export import ExportReport, export, run
 from tokamix.export.graph import create_graph
+from tokamix.export.light import OnnxPredictor
 from tokamix.export.write import SUFFIX
 from tokamix.inference import InferenceConfig
+from tokamix.predict import load_predictor
 
 FAMILIES = (
     "stvit_small",
@@ -124,3 +129,21 @@ def test_dense(method: str, body: str, write: Write) -> None:
 @pytest.mark.parametrize("to", ["openvino", "torch-export"])
 def test_int8(to: str, classifier_run: Path, tmp_path: Path) -> None:
     check_accuracy(classifier_run, tmp_path, to)
+
+
+def test_detector_without_torch(detector_run: Path, tmp_path: Path) -> None:
+    """The script that is copied beside a file finds the boxes and masks that `predict` finds."""
+    data = tiny_scenes("detect", train=4, val=0, side=64)
+    path = export(detector_run, tmp_path / "m.onnx").path
+    expected, actual = load_predictor(path, "cpu", score_threshold=0.1), OnnxPredictor(path)
+    actual.config["score_threshold"] = 0.1
+    found = 0
+    for i in range(4):
+        picture = Image.fromarray(data.train.sample(i).image.permute(1, 2, 0).numpy())
+        e, a = expected(picture), actual(picture)
+        found += len(e.names)
+        assert tuple(a.names) == tuple(e.names)
+        np.testing.assert_allclose(a.boxes, e.boxes, atol=0.1)
+        np.testing.assert_allclose(a.scores, e.scores, atol=1e-3)
+        assert np.mean(a.masks == np.asarray(e.masks)) > 0.99
+    assert found

@@ -1,6 +1,7 @@
 """`tokamix export`: files equal PyTorch in their runtimes, bad files are not written, bad input gets one sentence."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 import torch
 from PIL import Image
@@ -16,13 +18,14 @@ from torch import nn
 import tokamix
 from tests.command import call
 from tests.train.tiny import tiny_data
+from tokamix.cost import exp_nodes
 from tokamix.export import ExportReport, check, export, light, write
 from tokamix.export.light import OnnxPredictor
-from tokamix.export.triton import write_triton_config
+from tokamix.export.triton import check_triton_path, write_triton_config
 from tokamix.inference import InferenceConfig, load_model
 from tokamix.ops import dispatch
 from tokamix.predict import load_predictor
-from tokamix.runtimes import load_exported
+from tokamix.runtimes import first_reason, load_exported
 
 pytestmark = pytest.mark.xdist_group("export")
 
@@ -67,7 +70,18 @@ def test_onnx_file(onnx_report: ExportReport, classifier_run: Path) -> None:
 
 
 def test_predict_command(onnx_report: ExportReport, classifier_run: Path, photo: Path) -> None:
-    assert call("predict", onnx_report.path, photo) == call("predict", classifier_run, photo, "--device", "cpu")
+    """A model may be named with --run; the same command takes files of every runtime."""
+    expected = call("predict", classifier_run, photo, "--device", "cpu")
+    assert call("predict", onnx_report.path, photo) == expected
+    assert call("predict", "--run", onnx_report.path, photo) == expected
+    torch.manual_seed(0)
+    model, small = Small().eval(), []
+    for to in ("onnx", "openvino", "torch-export"):
+        path = export(model, photo.with_name(f"m{write.SUFFIX[to]}"), to=to, config=CONFIG).path
+        small.append(call("predict", "--run", path, photo))
+    assert "photo.png" in small[0]
+    assert small == [small[0]] * 3
+    assert "neither" in call("predict", "--run", photo.parent, photo, code=1)
 
 
 def test_light_runtime(onnx_report: ExportReport, classifier_run: Path, photo: Path) -> None:
@@ -79,6 +93,18 @@ def test_light_runtime(onnx_report: ExportReport, classifier_run: Path, photo: P
     actual = OnnxPredictor(onnx_report.path)(photo)
     assert tuple(actual.names) == expected.names
     np.testing.assert_allclose(actual.scores, expected.scores, rtol=1e-4)
+
+
+def test_light_runtime_runs_without_torch(onnx_report: ExportReport, photo: Path, tmp_path: Path) -> None:
+    """The copied script in a process of its own, where neither torch nor tokamix can be imported."""
+    script = tmp_path / "run_onnx.py"
+    script.write_text(Path(light.__file__).read_text())
+    blocked = "import sys, runpy; sys.modules.update(torch=None, torchvision=None, timm=None, tokamix=None)\n"
+    code = f"{blocked}sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", code, str(script), str(onnx_report.path), str(photo)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == f"{photo}: {OnnxPredictor(onnx_report.path)(photo)}\n"
 
 
 def test_light_runtime_reads_images_as_predict_does(
@@ -249,6 +275,14 @@ def test_a_file_that_claims_too_much_is_not_written(tmp_path: Path, onnx_report:
         check.check_file(tmp_path / "m.onnx", exact, [((45, 31), 2)], "fp32")
 
 
+def test_reasons_of_runtimes_are_said() -> None:
+    """OpenVINO's errors begin with places in its source."""
+    error = RuntimeError("Exception from src/a.cpp:1:\nException from src/b.cpp:2:\n[CPU] shapes do not match\n\n")
+    assert first_reason(error) == "[CPU] shapes do not match"
+    assert first_reason(RuntimeError("Exception from src/a.cpp:1:\n")) == "RuntimeError"
+    assert first_reason(AssertionError()) == "AssertionError"
+
+
 def test_bad_input(classifier_run: Path, onnx_report: ExportReport, tmp_path: Path) -> None:
     """One sentence each, and nothing is written."""
 
@@ -270,6 +304,10 @@ def test_bad_input(classifier_run: Path, onnx_report: ExportReport, tmp_path: Pa
     assert "has no pretrained weights" in call("export", "stvit_small", *target, code=1)
     with pytest.raises(ValueError, match=r"was exported for images of \d+x\d+, got 48x48; export it with --size 48x48"):
         load_exported(onnx_report.path)(torch.zeros(1, 3, 48, 48))
+    text = call("predict", onnx_report.path, tmp_path / "file", "--model", "stvit_small", code=1)
+    assert "model.onnx holds columnar_tiny_softmax, not stvit_small; leave out --model" in text
+    text = call("export", "pyramid_nano_sima.imagenette", "--model", "stvit_small", *target, code=1)
+    assert "pyramid_nano_sima.imagenette holds pyramid_nano_sima, not stvit_small; leave out --model" in text
     assert "there is no exported model" in call("predict", tmp_path / "none.onnx", tmp_path / "file", code=1)
     assert "name the model first: tokamix predict m.onnx IMAGES" in call("predict", "photo.jpg", "m.onnx", code=1)
     (tmp_path / "bad.onnx").write_text("no graph")
@@ -339,6 +377,10 @@ def test_a_segmenter_as_a_module_is_exported_as_one(tmp_path: Path) -> None:
     _, config = load_model(report.path)
     assert (config.task, config.class_names) == ("segment", ("0", "1", "2"))
     assert load_predictor(report.path, "cpu")(np.zeros((20, 32, 3), np.uint8)).segmentation.shape == (20, 32)
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 27, 3), np.uint8))
+    expected, actual = load_predictor(report.path, "cpu")(picture), OnnxPredictor(report.path)(picture)
+    assert actual.segmentation.shape == (20, 27)
+    assert (actual.segmentation == np.asarray(expected.segmentation)).mean() > 0.99, "the script predicts the same"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
@@ -536,6 +578,30 @@ def test_count_exp_in_files(onnx_report: ExportReport, classifier_run: Path, tmp
         tokamix.count_exp(tmp_path / "none.onnx")
 
 
+def test_count_exp_in_branches_and_functions(tmp_path: Path) -> None:
+    """Nodes there are found; those of branches cannot be counted, which is said."""
+
+    def save(*nodes: str, opset: str = "", functions: str = "") -> Path:
+        text = f'<ir_version: 9, opset_import: ["" : 18{opset}]> m (float[1,3,4,4] x) => (float[1,3,4,4] y) '
+        onnx.save(onnx.parser.parse_model(f"{text} {{ {' '.join(nodes)} }} {functions}"), str(tmp_path / "m.onnx"))
+        return tmp_path / "m.onnx"
+
+    path = save(
+        "y = own.f(x)",
+        opset=', "own" : 1',
+        functions='<domain: "own", opset_import: ["" : 18]> f (a) => (b) { b = Exp(a) }',
+    )
+    assert tokamix.count_exp(path) == {"exp": 48}
+    branches = "then_branch = t () => (float[1,3,4,4] p) { p = Sigmoid(x) }, else_branch = e () => (q) { q = Sqrt(x) }"
+    path = save("c = Constant<value = bool {1}>()", f"y = If (c) <{branches}>")
+    assert exp_nodes(path) == ({"Sigmoid": 1}, {"Sqrt": 1})
+    with pytest.raises(ValueError, match=r"evaluates exp in branches or loops \(1 nodes\)"):
+        tokamix.count_exp(path)
+    (tmp_path / "m.onnx").write_text("no graph")
+    with pytest.raises(ValueError, match=r"m\.onnx cannot be read as an ONNX file"):
+        tokamix.count_exp(tmp_path / "m.onnx")
+
+
 def test_triton_layout(onnx_report: ExportReport, tmp_path: Path) -> None:
     """The config names the inputs and outputs of the file, without the batch."""
     path = tmp_path / "photos" / "1" / "model.onnx"
@@ -551,6 +617,9 @@ def test_triton_layout(onnx_report: ExportReport, tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match=r"Triton needs a file REPOSITORY/NAME/1/model\.onnx"):
         write_triton_config(onnx_report.path)
+    for version in ("0", "01"):
+        with pytest.raises(ValueError, match="Triton ignores versions that begin with 0"):
+            check_triton_path(tmp_path / "photos" / version / "model.onnx")
 
 
 def test_inductor_may_raise_cant_split_without_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

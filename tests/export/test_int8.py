@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import tokamix
 from tests.command import call
@@ -15,8 +17,8 @@ from tokamix.data import DatasetSplits
 from tokamix.export import export, quantize
 from tokamix.export.graph import create_graph
 from tokamix.export.write import SUFFIX
-from tokamix.inference import load_model
-from tokamix.runtimes import ExportedModel
+from tokamix.inference import InferenceConfig, load_model
+from tokamix.runtimes import ExportedModel, load_exported
 
 
 def test_accuracy(classifier_run: Path, tmp_path: Path) -> None:
@@ -101,6 +103,56 @@ def test_sensitivity(classifier_run: Path, tmp_path: Path, monkeypatch: pytest.M
     )
     export(classifier_run, tmp_path / "m.onnx", precision="int8", data=tiny_data(), keep_layers=1, max_drop=100)
     assert seen == [[spoilt[0]]]
+
+
+class TokensThenMap(nn.Module):
+    """Tokens (B, N, C) before a depthwise convolution, as in bodies with a position embedding."""
+
+    num_classes = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.fc = nn.Conv2d(3, 8, 2, 2), nn.LayerNorm(8), nn.Linear(8, 8)
+        self.depthwise, self.head = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        tokens = x.flatten(2).mT
+        tokens = tokens + self.fc(self.norm(tokens))
+        x = x + self.depthwise(tokens.mT.reshape(x.shape))
+        return self.head(x.mean((2, 3)))
+
+
+def test_openvino_takes_other_sizes_than_it_was_calibrated_with(tmp_path: Path) -> None:
+    """NNCF fixes the number of tokens where it takes them for channels."""
+    model = TokensThenMap().eval()
+    config = InferenceConfig(task="classify", class_names=tiny_data().classes, image_size=8)
+    path = tmp_path / "m.xml"
+    export(model, path, to="openvino", precision="int8", data=tiny_data(), size="dynamic", config=config, max_drop=100)
+    images = torch.randn(2, 3, 20, 34)
+    error = (load_exported(path)(images) - model(images)).norm() / model(images).norm()
+    assert 1e-5 < error.item() < 0.2
+
+
+def test_some_layer_is_in_int8(tmp_path: Path, classifier_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime quantises all layers if it is told to quantise none."""
+    common = {"precision": "int8", "data": tiny_data()}
+    with pytest.raises(ValueError, match=r"--keep-layers 99 leaves no layer for int8: the model has \d+; keep fewer"):
+        export(classifier_run, tmp_path / "m.onnx", keep_layers=99, **common)
+    tried: list[int] = []
+    write = quantize._Onnx.write
+    monkeypatch.setattr(
+        quantize._Onnx, "write", lambda self, path, kept: (tried.append(len(kept)), write(self, path, kept))[1]
+    )
+
+    class Result(dict):
+        num_images = 37
+
+    monkeypatch.setattr(quantize, "evaluate", lambda file, *_, **__: Result(top1=90.0 if file.stem == "fp32" else 89.0))
+    with pytest.raises(ValueError, match="more than the 0"):
+        export(classifier_run, tmp_path / "m.onnx", **common)
+    assert tried == [0, 1, 2, 4, 8]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_loses_too_much(classifier_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

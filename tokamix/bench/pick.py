@@ -55,9 +55,12 @@ class PickResult:
                 f"nothing keeps {self.budget_ms:g} ms: the fastest is {fastest.model} in {fastest.runtime} with"
                 f" {fastest.milliseconds:.1f} ms; allow more time, smaller images, or name other models with --models"
             )
+        note = "; what int8 costs of it is not known: measure it with `tokamix export --precision int8 --data DATA`"
         return (
             f"{self.best.model} in {self.best.runtime}: {self.best.milliseconds:.1f} ms of {self.budget_ms:g},"
             f" {self.candidate.metric} {self.candidate.accuracy} % ({self.candidate.source})"
+            + note
+            * self.best.runtime.endswith("int8")
         )
 
 
@@ -116,6 +119,8 @@ def pick(
 ) -> PickResult:
     """Measure models here, the most accurate first, until one keeps the budget in some runtime.
 
+    Of the runtimes that keep it, the fastest without int8 is recommended, whose accuracy is known.
+
     Args:
         budget_ms: milliseconds for one image.
         size: side of the images.
@@ -147,6 +152,8 @@ def pick(
         result.rows += rows
         fitting = [row for row in rows if row.milliseconds <= budget_ms and row.runtime in names]
         if fitting:
-            result.best, result.candidate = min(fitting, key=lambda row: row.milliseconds), candidate
+            # int8 only if nothing else fits: the accuracy is not that of int8
+            result.best = min(fitting, key=lambda row: (row.runtime.endswith("int8"), row.milliseconds))
+            result.candidate = candidate
             return result
     return result

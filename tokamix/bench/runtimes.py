@@ -25,7 +25,7 @@ from tokamix.export.check import compare_outputs, largest_difference
 from tokamix.export.graph import create_graph
 from tokamix.inference import InferenceConfig
 from tokamix.models._registry import create_model
-from tokamix.runtimes import load_exported
+from tokamix.runtimes import first_reason, load_exported
 
 # runtime -> package that it needs, target of `tokamix export`, precision
 EXPORTED = {
@@ -197,8 +197,7 @@ def prepare_calls(
             with torch.no_grad():
                 exact = _outputs(network(images[:1]))
         except (AssertionError, RuntimeError, ValueError) as problem:
-            reason = (str(problem).splitlines() or [type(problem).__name__])[0]
-            log(f"{name} {size} px: FAILED, the model does not take this size: {reason[:200]}")
+            log(f"{name} {size} px: FAILED, the model does not take this size: {first_reason(problem)[:200]}")
             continue
         counts = (parameters, count_macs(network, size), count_exp(network, size).total())
         for runtime in runtimes:
@@ -211,7 +210,7 @@ def prepare_calls(
                 if not error <= largest_difference(config.task, _precision(runtime, device)):
                     raise RuntimeError(f"not timed, because the result is wrong: relative error {error:.1e}")
             except Exception as problem:  # the others must still be measured
-                log(f"{label}: FAILED, {type(problem).__name__}: {str(problem).splitlines()[0][:200]}")
+                log(f"{label}: FAILED, {type(problem).__name__}: {first_reason(problem)[:200]}")
                 continue
             memory = _used_gb(device) if device == "cpu" else math.nan if runtime == "aoti" else peak_gb(call)
             log(f"{label}: ready after {time.perf_counter() - start:.0f} s, relative error {error:.0e}")
@@ -235,7 +234,7 @@ def _create_call(
         target, precision = EXPORTED[runtime][1], _precision(runtime, device)
         size = (images.shape[-2], images.shape[-1])
         options: dict[str, Any] = (
-            {"data": _random_data(size[0], len(config.class_names))} if precision == "int8" else {}
+            {"data": _random_data(size[0], config.num_classes, config.class_names)} if precision == "int8" else {}
         )
         file = path.with_name(path.name + SUFFIX[target])
         if not file.is_file():
@@ -277,12 +276,12 @@ def _precision(runtime: str, device: str) -> str:
     return EXPORTED[runtime][2] if runtime in EXPORTED else "fp32"
 
 
-def _random_data(size: int, classes: int) -> Any:
+def _random_data(size: int, classes: int, names: Sequence[str] = ()) -> Any:
     """A few random images: enough to calibrate int8 where only its speed counts."""
     from tokamix.data import ArrayDataset, DatasetSplits
 
     images = torch.randint(256, (8, 3, size, size), dtype=torch.uint8)
-    names = tuple(map(str, range(classes)))
+    names = tuple(names) or tuple(map(str, range(classes)))
     part = ArrayDataset(images, torch.zeros(8, dtype=torch.int64), names)
     return DatasetSplits("random images", part, part, names)
 
@@ -365,7 +364,9 @@ def draw_rows(rows: Sequence[RuntimeRow], path: Path) -> None:
         raise ImportError("plots need matplotlib: pip install 'tokamix[bench]'") from None
     groups = list(dict.fromkeys((row.model, row.size, row.batch) for row in rows))
     runtimes = list(dict.fromkeys(row.runtime for row in rows))
-    figure = Figure(figsize=(max(6.0, 1.1 + 0.26 * len(groups) * (len(runtimes) + 1)), 4.2), layout="constrained")
+    longest = max(len(model) for model, _, _ in groups)
+    inches = max(0.26 * (len(runtimes) + 1), 0.085 * max(longest, 16) + 0.1)  # of a group: its bars, or its label
+    figure = Figure(figsize=(max(6.0, 1.1 + inches * len(groups)), 4.2), layout="constrained")
     axes = figure.subplots()
     width = 1 / (len(runtimes) + 1)
     for i, runtime in enumerate(runtimes):

@@ -8,8 +8,11 @@ import typer
 
 from tokamix.cli._shared import console, plain_errors, print_line, runtime_table
 
+MODEL_OPTIONS = ("sizes", "batch", "runtime", "seconds")
+
 
 def bench(
+    context: typer.Context,
     models: Annotated[
         list[str] | None, typer.Argument(help="Models, ours or timm's, that are compared in several runtimes.")
     ] = None,
@@ -31,7 +34,7 @@ def bench(
     ] = "",
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the CSV files.")] = Path("results"),
     device: Annotated[str, typer.Option(help="cuda or cpu. Default: cuda if available.")] = "",
-    only: Annotated[str, typer.Option(help="Measure only labels that match this regular expression.")] = "",
+    only: Annotated[str, typer.Option(help="With --suite: only labels that match this regular expression.")] = "",
 ) -> None:
     """Measure models in several runtimes, or a suite of operators and models, each after a correctness check.
 
@@ -45,6 +48,11 @@ def bench(
 
         if bool(models) == bool(suite):
             raise ValueError("name models to compare, such as stvit_small convnext_tiny, or a suite with --suite")
+        given = [name for name in MODEL_OPTIONS if _is_given(context, name)]
+        if suite and given:
+            raise ValueError(f"--{given[0]} is for models, which are named without --suite; leave it out")
+        if models and only:
+            raise ValueError("--only is for suites; leave it out, or name one with --suite")
         names = list(H200) if suite == "h200" else [suite]
         if suite and names[0] not in SUITES:
             raise ValueError(f"there is no suite {suite!r}; choose one of {', '.join(SUITES)}, h200")
@@ -70,11 +78,17 @@ def bench(
             print(f"wrote {path}", flush=True)
 
 
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
 def _bench_models(
     names: list[str], sizes: str, batch: str, runtime: str, device: str, seconds: float, output: Path
 ) -> None:
     from tokamix.bench.runtimes import draw_rows, installed_runtimes, measure_runtimes, write_rows
     from tokamix.bench.suites import environment
+    from tokamix.files import WriteError
 
     def numbers(option: str, text: str) -> list[int]:
         parts = text.split(",")
@@ -83,6 +97,10 @@ def _bench_models(
         return [int(part) for part in parts]
 
     runtimes = [name.strip() for name in runtime.split(",")] if runtime else installed_runtimes(device)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # before the measurements, which take minutes
+        raise WriteError(f"cannot write into {output}: {error.strerror or error}") from error
     print(environment(device), end="", flush=True)
     rows = measure_runtimes(
         names, numbers("--sizes", sizes), numbers("--batch", batch), runtimes, device, seconds, print_line

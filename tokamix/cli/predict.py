@@ -29,7 +29,12 @@ def predict(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Classifier: a .csv or .jsonl file; others: a folder [predictions]."),
+        typer.Option(
+            "--output", "-o", help="Classifier: a .csv or .jsonl file; others: a folder, by default predictions."
+        ),
+    ] = None,
+    run_: Annotated[
+        str | None, typer.Option("--run", metavar="MODEL", help="The model; all arguments are images then.")
     ] = None,
     sheet: Annotated[Path | None, typer.Option(help="Image file for a contact sheet of the predictions.")] = None,
     top_k: Annotated[int, typer.Option(min=1, help="Classes per image, of a classifier.")] = 5,
@@ -50,7 +55,7 @@ def predict(
         from tokamix.predict import predict as run
         from tokamix.predict.files import find_images
 
-        source, images = _split(arguments)
+        source, images = _split(arguments) if run_ is None else (run_, arguments)
         files = find_images(images)
         predictor = load_predictor(
             source, device, model=model, score_threshold=score_threshold, top_k=top_k, batch_size=batch_size

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokamix.export.graph import Graph, Size
-from tokamix.runtimes import load_exported
+from tokamix.runtimes import first_reason, load_exported
 
 # relative RMSE of an output against float32 in PyTorch; int8 is judged by its accuracy on labelled images
 TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2, "int8": 1.0}
@@ -51,9 +51,8 @@ def check_file(path: Path, exact: Graph, cases: Sequence[tuple[Size, int]], prec
             try:
                 actual = [torch.as_tensor(value).cpu() for value in model.run(images)]
             except Exception as error:  # whatever the runtime raises, the file is not good
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise ValueError(
-                    f"not written: the exported file claims to take {label}, but fails: {reason}"
+                    f"not written: the exported file claims to take {label}, but fails: {first_reason(error)}"
                 ) from None
             difference = compare_outputs(expected, actual, exact.task)
             limit = largest_difference(exact.task, precision)

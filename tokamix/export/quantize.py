@@ -96,12 +96,15 @@ def write_int8(
             quantizer = _Onnx(program, metadata, opset, batches, attention)
         else:
             quantizer = _OpenVino(program, metadata, opset, batches)
-        steps = [0, 1, 2, 4, 8, 16, 32] if keep_layers is None else [keep_layers]
+        total = len(quantizer.layers)
+        if keep_layers is not None and keep_layers >= total:
+            raise ValueError(f"--keep-layers {keep_layers} leaves no layer for int8: the model has {total}; keep fewer")
+        steps = [n for n in (0, 1, 2, 4, 8, 16, 32) if n < total] if keep_layers is None else [keep_layers]
         for count in steps:
             kept = quantizer.most_sensitive(count) if count else []
             quantizer.write(path, kept)
             value = measure(path)[0]
-            if exact - value <= max_drop or count >= len(quantizer.layers):
+            if exact - value <= max_drop:
                 break
     result = Int8Result(metric, exact, value, images, kept)
     if result.drop > max_drop:
@@ -281,7 +284,13 @@ class _OpenVino:
 
     def _quantize(self, kept: Sequence[str], smooth: bool) -> Any:
         nncf = self.nncf
-        off = nncf.AdvancedSmoothQuantParameters(matmul=-1, convolution=-1)
+        parameters = nncf.AdvancedQuantizationParameters()
+        if not smooth:
+            parameters.smooth_quant_alphas = nncf.AdvancedSmoothQuantParameters(matmul=-1, convolution=-1)
+        if self.metadata["size"] is None:
+            # NNCF 3.4 takes the tokens before a depthwise convolution for channels; a scale for each fixes their number
+            whole = nncf.quantization.advanced_parameters.QuantizationParameters(per_channel=False)
+            parameters.activations_quantization_params = whole
         with quiet():
             return nncf.quantize(
                 self.model.clone(),
@@ -289,7 +298,7 @@ class _OpenVino:
                 model_type=nncf.ModelType.TRANSFORMER,
                 subset_size=len(self.batches),
                 ignored_scope=nncf.IgnoredScope(names=list(kept)) if kept else None,
-                advanced_parameters=None if smooth else nncf.AdvancedQuantizationParameters(smooth_quant_alphas=off),
+                advanced_parameters=parameters,
             )
 
     def write(self, path: Path, kept: Sequence[str]) -> None:

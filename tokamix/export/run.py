@@ -31,7 +31,7 @@ from tokamix.export.write import OPSET, OPSETS, PRECISIONS, SUFFIX, WRITERS, mov
 from tokamix.files import WriteError
 from tokamix.inference import InferenceConfig, load_model
 from tokamix.ops import dispatch
-from tokamix.runtimes import is_exported
+from tokamix.runtimes import first_reason, is_exported
 
 Target = Literal["onnx", "openvino", "torch-export", "aoti", "executorch"]
 MAX_DROP = 0.5  # points of accuracy
@@ -213,8 +213,7 @@ def trace(
         with torch.no_grad(), quiet(), dispatch.export_target(to):
             program = torch.export.export(graph, (example,), dynamic_shapes=(dynamic,) if dynamic else None)
     except (RuntimeError, ValueError, AssertionError, TypeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{name} cannot be traced: {reason}") from error
+        raise ValueError(f"{name} cannot be traced: {first_reason(error)}") from error
     shape = next(node.meta["val"] for node in program.graph.nodes if node.name == "images").shape
     if fixed := [shape[axis] for axis in dynamic if not isinstance(shape[axis], torch.SymInt)]:
         raise ValueError(f"{name} cannot be exported with a free size or batch: one of them is fixed to {fixed[0]}")

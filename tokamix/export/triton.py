@@ -12,8 +12,11 @@ MAX_BATCH = 64  # of a file that takes any batch; Triton joins requests up to it
 def check_triton_path(model: Path) -> None:
     """Refuse a path that Triton does not find."""
     model = model.absolute()
-    if model.name != "model.onnx" or not model.parent.name.isdigit() or not model.parent.parent.name:
+    version = model.parent.name
+    if model.name != "model.onnx" or not version.isdigit() or not model.parent.parent.name:
         raise ValueError(f"Triton needs a file REPOSITORY/NAME/1/model.onnx, got {model}")
+    if version.startswith("0"):
+        raise ValueError(f"Triton ignores versions that begin with 0, got {model}; name the version's folder 1")
 
 
 def write_triton_config(model: Path) -> Path:
