@@ -14,6 +14,7 @@ FLOAT32_TOLERANCE = 1e-5
 TIMES_PLAIN = {torch.float16: 2, torch.bfloat16: 2 if DEVICE == "cuda" else 4}
 
 if dispatch.INTERPRET:
+    import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder
 
@@ -25,6 +26,9 @@ if dispatch.INTERPRET:
         return _create_dot(self, a, b, *rest)
 
     InterpreterBuilder.create_dot = _create_dot_in_float32
+    # before Triton 3.8, the interpreter's tl.maximum and tl.minimum return NaN where a GPU returns the other operand
+    InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 
 
 def both_axes(x: Tensor, offset: Tensor, backend: str) -> Tensor:
