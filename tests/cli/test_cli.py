@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,8 @@ def test_models_counts_the_hidden_ones() -> None:
     assert hidden == len(BODIES) * len(list_mixers())
 
 
-def test_info() -> None:
+def test_info(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokamix.cli.info.requires", lambda name: ['scikit-learn; extra == "demo"'])
     out = call("info")
     for word in ("tokamix", "torch", "CPU features", "GPU", "triton", "kernels", "data folder", "extra demo"):
         assert word in out
@@ -126,6 +128,14 @@ def test_info_on_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["torch>=2.9", 'mkdocstrings[python]<2,>=1; extra == "docs"', 'a-b.c; extra == "docs"']
     monkeypatch.setattr("tokamix.cli.info.requires", lambda name: lines)
     assert _extras() == {"docs": ["mkdocstrings", "a-b.c"]}
+
+
+def test_info_from_a_source_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(name: str) -> list[str]:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("tokamix.cli.info.requires", requires)
+    assert "extras not known: tokamix runs from a source tree and is not installed" in " ".join(call("info").split())
 
 
 def test_info_with_an_unknown_backend(monkeypatch: pytest.MonkeyPatch) -> None:

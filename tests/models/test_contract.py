@@ -452,11 +452,15 @@ def test_compiled_training_step(traced: str) -> None:
 def test_export(traced: str) -> None:
     """Exported once from an odd, non-native size, it is right at others, and holds plain operators alone.
 
-    Named sizes must allow every size between their limits, which AUTO does not promise.
+    Named sizes must allow every size between their limits, which AUTO does not promise. Before torch 2.15 they need
+    assertions for ATMNet, STViT and super tokens: torch 2.11 cannot prove that W * C is at least C.
     """
     model, dim = create_shallow(traced).eval(), torch.export.Dim
     sizes = {0: dim("batch", min=1, max=64), 2: dim("height", min=64, max=1024), 3: dim("width", min=64, max=1024)}
-    program = torch.export.export(model, (images(96, 80),), dynamic_shapes=(sizes,))
+    asserts = torch.__version__ < (2, 15) and any(part in traced for part in ("atmnet", "stvit", "super_token"))
+    program = torch.export.export(
+        model, (images(96, 80),), dynamic_shapes=(sizes,), prefer_deferred_runtime_asserts_over_guards=asserts
+    )
     exported = program.module()
     for x in (images(64, 64, batch=3), images(128, 72, batch=2), images(80, 112, batch=4)):
         torch.testing.assert_close(exported(x), model(x), rtol=1e-4, atol=1e-5)

@@ -14,7 +14,9 @@ FLOAT32_TOLERANCE = 1e-5
 TIMES_PLAIN = {torch.float16: 2, torch.bfloat16: 2 if DEVICE == "cuda" else 4}
 
 if dispatch.INTERPRET:
+    import numpy as np
     import triton.language as tl
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder
 
     _create_dot = InterpreterBuilder.create_dot
@@ -25,6 +27,18 @@ if dispatch.INTERPRET:
         return _create_dot(self, a, b, *rest)
 
     InterpreterBuilder.create_dot = _create_dot_in_float32
+    # before Triton 3.8, the interpreter's tl.maximum and tl.minimum return NaN where a GPU returns the other operand
+    InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
+
+    _patch_lang_tensor = interpreter._patch_lang_tensor
+
+    def _patch_lang_tensor_and_index(tensor, scope):
+        """Before Triton 3.7, loops over a range need NumPy below 2.4, which makes an int of an array of one number."""
+        _patch_lang_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = _patch_lang_tensor_and_index
 
 
 def both_axes(x: Tensor, offset: Tensor, backend: str) -> Tensor:

@@ -4,11 +4,16 @@ import copy
 import re
 from collections.abc import Callable
 
+import pytest
 import timm
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 SIZE, CLASSES = 64, 5
+TIMM = Version(timm.__version__)
+# files of timm that are newer than the oldest timm that tokamix supports, and the versions that added them
+ADDED = dict.fromkeys(("deepseek_vit", "efficientvim", "iformer", "qwen3_vit"), "1.0.30")
 VIT = {"img_size": SIZE, "depth": 2, "embed_dim": 24, "num_heads": 3}
 PYRAMID = {"img_size": SIZE, "depths": (1, 1, 1, 1)}
 HOSTS: dict[str, dict[str, object]] = {
@@ -39,6 +44,23 @@ HOSTS: dict[str, dict[str, object]] = {
         "global_pool": "avg",
     },
 }
+
+
+def is_missing(file: str) -> bool:
+    """Whether this timm is too old to have a file."""
+    return Version(ADDED.get(file, "0")) > TIMM
+
+
+def skip_if_missing(file: str) -> None:
+    """Skip the test of a file that this timm is too old to have."""
+    if is_missing(file):
+        pytest.skip(f"timm {ADDED[file]} added {file}, this is {TIMM}")
+
+
+def skip_if_mixed(file: str) -> None:
+    """Skip the rest of a test of GCViT's own attention where its output depends on the other images of the batch."""
+    if file == "gcvit" and Version("1.0.31") > TIMM:
+        pytest.skip(f"before timm 1.0.31, windows have the global queries of other images of the batch, this is {TIMM}")
 
 
 def create(name: str, **kwargs: object) -> nn.Module:

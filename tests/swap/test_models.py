@@ -17,7 +17,7 @@ from timm.models import model_entrypoint, save_for_hf
 from torch import Tensor, nn
 
 import tokamix
-from tests.swap.hosts import SIZE
+from tests.swap.hosts import SIZE, is_missing, skip_if_missing, skip_if_mixed
 from tokamix.swap import insert_context_broadcast, remove_context_broadcast, swap_mixer
 from tokamix.swap.context_broadcast import InsertedBroadcast
 
@@ -110,6 +110,7 @@ NO_MLP = ("byoanet", "byobnet", "iformer", "mobilenetv3", "mobilenetv5")
 
 def create(file: str) -> tuple[Any, Tensor]:
     """The small model of a file, and two images."""
+    skip_if_missing(file)
     name, options, *size = MODELS[file]
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=5, **options).eval()
@@ -133,7 +134,7 @@ def test_every_covered_file_has_a_model() -> None:
     rows = [line.split("|")[1:5] for line in table.splitlines() if line.startswith("|")][2:]
     assert {file.strip() for file, _, _, swapped in rows if int(swapped)} == set(MODELS)
     for file, (name, *_) in MODELS.items():
-        assert model_entrypoint(name).__module__.endswith(f".{file}")
+        assert is_missing(file) or model_entrypoint(name).__module__.endswith(f".{file}")
 
 
 @pytest.mark.parametrize("file", MODELS)
@@ -168,6 +169,7 @@ def test_broadcast_in_a_model_of_every_file(file: str) -> None:
         return
     plain = model(x)
     calls: list[nn.Module] = []
+    alone: list[tuple[Tensor, Tensor]] = []
     for options in ({}, {"position": "mid"}, {"block": "msa"}):
         sites = insert_context_broadcast(model, "cbs", scale_init=0.5, **options)
         calls.clear()
@@ -177,9 +179,12 @@ def test_broadcast_in_a_model_of_every_file(file: str) -> None:
         out = model(x)
         assert len(calls) == len(set(calls)) == len(sites), "each once"
         assert not torch.equal(out, plain)
-        torch.testing.assert_close(model(x[:1]), out[:1], rtol=1e-3, atol=1e-4)
+        alone.append((model(x[:1]), out[:1]))
         assert remove_context_broadcast(model) == sites
         assert torch.equal(model(x), plain)
+    skip_if_mixed(file)
+    for one, first in alone:
+        torch.testing.assert_close(one, first, rtol=1e-3, atol=1e-4)
 
 
 def as_the_host(action: Callable[[Any], None], model: nn.Module, host: nn.Module) -> bool:

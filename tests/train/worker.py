@@ -37,16 +37,19 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.platform == "linux":  # no signal at the death of torchrun, as in ranks that are not forked
         ctypes.CDLL(None).prctl(1, 0)
-    for settings in json.loads(sys.argv[1])["runs"]:
-        Engine._train_step = train_step
-        if "kill" in settings:
-            kill_before(*settings.pop("kill"))
-        output = Path(settings.pop("output"))
-        if "convert" in settings:
-            tokamix.convert(settings.pop("convert"), tiny.tiny_data(), "sima", output, **settings)
-        elif settings.get("task") == "dino":
-            tiny_dino.run(output, **settings)
-        elif "task" in settings:
-            tiny_dense.run(settings.pop("task"), output, **settings)
-        else:
-            tiny.run(output, **settings)
+    try:
+        for settings in json.loads(sys.argv[1])["runs"]:
+            Engine._train_step = train_step
+            if "kill" in settings:
+                kill_before(*settings.pop("kill"))
+            output = Path(settings.pop("output"))
+            if "convert" in settings:
+                tokamix.convert(settings.pop("convert"), tiny.tiny_data(), "sima", output, **settings)
+            elif settings.get("task") == "dino":
+                tiny_dino.run(output, **settings)
+            elif "task" in settings:
+                tiny_dense.run(settings.pop("task"), output, **settings)
+            else:
+                tiny.run(output, **settings)
+    except KeyboardInterrupt:  # torch.multiprocessing of torch 2.11 would end a forked rank with 0, and torchrun wait
+        sys.exit(128 + signal.SIGINT)

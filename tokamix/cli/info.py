@@ -57,7 +57,10 @@ def _rows() -> list[tuple[str, str]]:
     probe = torch.empty(0, device="cuda" if gpu else "cpu")
     rows.append(("kernels", _kernels(dispatch.why_not(probe), dispatch.forced())))
     rows.append(("data folder", _data_folder()))
-    for extra, packages in sorted(_extras().items()):
+    extras = _extras()
+    if extras is None:
+        rows.append(("extras", "not known: tokamix runs from a source tree and is not installed"))
+    for extra, packages in sorted((extras or {}).items()):
         missing = [package for package in packages if not _is_installed(package)]
         hint = f"missing {', '.join(missing)}: pip install 'tokamix[{extra}]'" if missing else "installed"
         rows.append((f"extra {extra}", hint))
@@ -135,10 +138,14 @@ def _check_data(source: str, task: Literal["classify", "segment", "detect"]) -> 
         print("no problem found")
 
 
-def _extras() -> dict[str, list[str]]:
-    """The packages of each extra, from the distribution's metadata."""
+def _extras() -> dict[str, list[str]] | None:
+    """The packages of each extra, from the distribution's metadata; None if tokamix is not installed."""
     extras: dict[str, list[str]] = {}
-    for line in requires("tokamix") or []:
+    try:
+        requirements = requires("tokamix") or []
+    except PackageNotFoundError:
+        return None
+    for line in requirements:
         requirement, _, marker = line.partition(";")
         if "extra ==" in marker and "tokamix[" not in requirement:
             extra = marker.split("extra ==")[1].strip(" '\"")

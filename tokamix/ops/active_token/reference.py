@@ -145,7 +145,9 @@ def _plan(x: Tensor, offsets: dict[int, Tensor]) -> GatherPlan:
         index = torch.stack([index, index + strides[dim]]) if dim in offsets else index + own[dim] * strides[dim]
 
     fractions = []
-    for dim, offset in sorted(offsets.items(), reverse=True):  # the axis stacked last becomes the first
+    # the axis stacked last becomes the first; Dynamo of torch 2.11 sorts integers, but no pairs
+    for dim in sorted(offsets, reverse=True):
+        offset = offsets[dim]
         exact = offset.to(torch.promote_types(x.dtype, torch.promote_types(offset.dtype, torch.float32)))
         # values below -1 are zero, but the gradient at -1 is the right-sided one, x[0], which a clamp would stop
         position = (exact + own[dim]).clamp(-PAD, sizes[dim])
