@@ -5,8 +5,9 @@ PYTHON ?= python3
 READY := $(VENV)/.ready
 SEED ?= 0
 SECONDS ?= 1200
+PINS ?=
 
-.PHONY: demo test test-export test-browser test-swap fuzz soak check docs format clean
+.PHONY: demo test test-minimum test-export test-browser test-swap fuzz soak check docs format clean
 
 demo: $(READY)
 	$(BIN)/tokamix demo
@@ -14,6 +15,9 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=15
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 $(wildcard tests/ops/*_kernels.py)  # kernels, on the CPU
+
+test-minimum:  # `make test` with the oldest versions that pyproject.toml allows, in .venv-minimum; not part of `make test`
+	$(MAKE) test VENV=.venv-minimum PINS='torch==2.11.* timm==1.0.29'
 
 test-export: $(READY)  # every family and task to every runtime; minutes, not part of `make test`
 	$(BIN)/python -m pytest -n 2 tests/export/matrix.py
@@ -44,10 +48,10 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-minimum
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -e '.[dev]' $(PINS)
 	touch $@
