@@ -206,6 +206,25 @@ def test_pick_keeps_to_the_runtimes_that_were_asked_for(monkeypatch: pytest.Monk
     assert "the budget is nan ms" in call("pick", "--budget-ms", "nan", *options, code=1)
 
 
+@pytest.mark.parametrize(
+    ("budget", "reason"),
+    [
+        ("1", "nothing is likely to keep 1 ms in onnx, so nothing was exported: without it, every model takes more"),
+        ("20", "nothing could be measured in onnx: see the failures above"),
+    ],
+)
+def test_pick_does_not_name_a_runtime_that_was_not_asked_for(
+    budget: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing ran in the only runtime of --runtime: too slow to be exported, or the export failed."""
+    monkeypatch.setattr(pick, "measure_runtimes", lambda models, *_: iter(rows_of(models[0], {"eager": 30.0})))
+    options = ("--models", "stvit_small", "--runtime", "onnx", "--device", "cpu")
+    out = call("pick", "--budget-ms", budget, *options, code=1)
+    assert reason in out
+    assert "in eager with" not in out
+    assert "the fastest is" not in out
+
+
 def test_sizes_that_a_model_does_not_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other models are measured; if there are none, one sentence."""
     monkeypatch.setattr(runtimes, "create_for_size", lambda name, size: timm.create_model(name).eval())
