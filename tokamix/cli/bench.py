@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tokamix.cli._shared import console, plain_errors, print_line, runtime_table
+from tokamix.cli._shared import console, is_given, plain_errors, print_line, runtime_table
 
 MODEL_OPTIONS = ("sizes", "batch", "runtime", "seconds")
 
@@ -48,7 +48,7 @@ def bench(
 
         if bool(models) == bool(suite):
             raise ValueError("name models to compare, such as stvit_small convnext_tiny, or a suite with --suite")
-        given = [name for name in MODEL_OPTIONS if _is_given(context, name)]
+        given = [name for name in MODEL_OPTIONS if is_given(context, name)]
         if suite and given:
             raise ValueError(f"--{given[0]} is for models, which are named without --suite; leave it out")
         if models and only:
@@ -76,11 +76,6 @@ def bench(
         for name in names:
             path = run(name, output, device, only, lambda line: print(line, flush=True))
             print(f"wrote {path}", flush=True)
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
 
 
 def _bench_models(
