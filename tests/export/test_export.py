@@ -324,6 +324,24 @@ def test_bad_input(classifier_run: Path, onnx_report: ExportReport, tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.onnx", "bad.xml", "file"]
 
 
+def test_few_tokens_in_openvino(tmp_path: Path) -> None:
+    """OpenVINO 2026.4 crashed on the residual connections of 4 tokens; in a process of its own, which may end."""
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"dim": 16, "depth": 1, "num_heads": 2, "mlp_ratio": 2}
+    model = tokamix.create_model("columnar_tiny_softmax", patch_size=4, num_classes=3, **shape).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.1)
+    torch.save(model, tmp_path / "model.pt")
+    script = "import sys, torch, tokamix; model = torch.load(sys.argv[1], weights_only=False);"
+    script += " print(tokamix.export(model, sys.argv[2], to='openvino', size=8).checks)"
+    command = [sys.executable, "-c", script, str(tmp_path / "model.pt"), str(tmp_path / "m.xml")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "size=(8, 8)" in result.stdout
+
+
 def test_unwritable_target_is_refused_before_tracing(
     classifier_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
