@@ -1,6 +1,7 @@
 """`tokamix bench`: measurements of operators and models."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -39,12 +40,12 @@ def bench(
     """Measure models in several runtimes, or a suite of operators and models, each after a correctness check.
 
     The models and runtimes of one size and batch run in turn, so that the load of the machine hits all alike. Results
-    are printed and written as CSV files, those of models also as a plot.
+    are printed and written as CSV files, those of models and of the suite softmax also as a plot.
     """
     with plain_errors():
         import torch
 
-        from tokamix.bench.suites import H200, SUITES, environment, run
+        from tokamix.bench.suites import H200, PLOTS, SUITES, environment, run
 
         if bool(models) == bool(suite):
             raise ValueError("name models to compare, such as stvit_small convnext_tiny, or a suite with --suite")
@@ -68,6 +69,8 @@ def bench(
             re.compile(only)
         except re.error as error:
             raise ValueError(f"--only {only!r} is not a regular expression: {error}") from None
+        if suite in PLOTS and find_spec("matplotlib") is None:  # before the measurements, which take minutes
+            raise ImportError("plots need matplotlib: pip install 'tokamix[bench]'")
         header = environment(device)
         print(header, end="", flush=True)
         if suite == "h200":  # the environment stated in docs/benchmarks.md
@@ -76,6 +79,9 @@ def bench(
         for name in names:
             path = run(name, output, device, only, lambda line: print(line, flush=True))
             print(f"wrote {path}", flush=True)
+            if name in PLOTS:
+                PLOTS[name](path, path.with_suffix(".png"))
+                print(f"wrote {path.with_suffix('.png')}", flush=True)
 
 
 def _bench_models(
