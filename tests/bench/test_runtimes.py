@@ -5,20 +5,22 @@ import importlib
 import itertools
 import math
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import timm
 import torch
 from matplotlib.figure import Figure
+from PIL import Image
 from torch import nn
 
 import tokamix
 from tests.command import call
-from tokamix.bench import pick, runtimes
+from tokamix.bench import pick, runtimes, softmax, suites, timing
 from tokamix.bench.runtimes import RuntimeRow
 
 
@@ -206,6 +208,25 @@ def test_pick_keeps_to_the_runtimes_that_were_asked_for(monkeypatch: pytest.Monk
     assert "the budget is nan ms" in call("pick", "--budget-ms", "nan", *options, code=1)
 
 
+@pytest.mark.parametrize(
+    ("budget", "reason"),
+    [
+        ("1", "nothing is likely to keep 1 ms in onnx, so nothing was exported: without it, every model takes more"),
+        ("20", "nothing could be measured in onnx: see the failures above"),
+    ],
+)
+def test_pick_does_not_name_a_runtime_that_was_not_asked_for(
+    budget: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing ran in the only runtime of --runtime: too slow to be exported, or the export failed."""
+    monkeypatch.setattr(pick, "measure_runtimes", lambda models, *_: iter(rows_of(models[0], {"eager": 30.0})))
+    options = ("--models", "stvit_small", "--runtime", "onnx", "--device", "cpu")
+    out = call("pick", "--budget-ms", budget, *options, code=1)
+    assert reason in out
+    assert "in eager with" not in out
+    assert "the fastest is" not in out
+
+
 def test_sizes_that_a_model_does_not_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other models are measured; if there are none, one sentence."""
     monkeypatch.setattr(runtimes, "create_for_size", lambda name, size: timm.create_model(name).eval())
@@ -273,10 +294,74 @@ def test_labels_of_the_plot_do_not_overlap(tmp_path: Path, monkeypatch: pytest.M
     assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
 
 
-def test_softmax_row() -> None:
-    from tokamix.bench.softmax import measure_softmax
-
-    row = measure_softmax(4, 64, seconds=0.0)
+@pytest.mark.parametrize("attention", ["self", "cross-covariance"])
+def test_softmax_row(attention: Literal["self", "cross-covariance"]) -> None:
+    row = softmax.measure_softmax(64, 64, seconds=0.0, attention=attention)
     assert row.tokens == 16
-    assert row.share < 1
-    assert min(row.softmax_ms, row.products_ms, row.linear_ms) > 0
+    assert row.error < 1e-5
+    assert min(row.softmax_ms, row.products_ms, row.norms_ms, row.other_order_ms) > 0
+    assert row.slowdown > -1
+    assert row.slowdown_spread >= 0
+
+
+@pytest.mark.parametrize("attention", ["self", "cross-covariance"])
+@pytest.mark.parametrize("wrong", ["softmax", "products", "norms", "other_order"])
+def test_a_wrong_softmax_variant_is_not_timed(
+    attention: Literal["self", "cross-covariance"], wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the variant; the suite logs it and reports no row."""
+    variants = softmax.list_variants(attention)
+    exact = variants[wrong]
+    monkeypatch.setattr(
+        softmax, "list_variants", lambda kind: {**variants, wrong: lambda q, k, v: 1.001 * exact(q, k, v)}
+    )
+    monkeypatch.setattr(softmax, "in_turn_ms", lambda *_: pytest.fail("timed"))
+    reason = f"not timed, because the result of {wrong} is wrong: relative error 1.0e-03"
+    with pytest.raises(RuntimeError, match=reason):
+        softmax.measure_softmax(64, 64, attention=attention)
+    logged: list[str] = []
+    only = f"{attention}.*224 px, width 384"
+    with pytest.raises(RuntimeError, match="all 1 measurements of suite 'softmax' failed"):
+        suites.run("softmax", tmp_path, "cpu", only, logged.append)
+    assert reason in logged[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_softmax_command_draws_a_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bar for each measured size, softmax, and SimA's norms; refused before the measurement without matplotlib."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, path, **options: (figures.append(self), save(self, path, **options))
+    )
+    measure = softmax.measure_softmax
+    monkeypatch.setattr(softmax, "measure_softmax", partial(measure, seconds=0.0))
+    out = call(
+        "bench",
+        "--suite",
+        "softmax",
+        "--only",
+        "self.* (224|384) px|covariance.* (384|1024)$",
+        "--device",
+        "cpu",
+        "-o",
+        tmp_path,
+    )
+    assert f"wrote {tmp_path / 'softmax.png'}" in out
+    with Image.open(tmp_path / "softmax.png") as image:
+        assert image.width > image.height > 400
+    assert [len(axes.patches) for axes in figures[0].axes] == [4, 4]
+    monkeypatch.setattr("tokamix.cli.bench.find_spec", lambda name: None)
+    assert "plots need matplotlib" in call(
+        "bench", "--suite", "softmax", "--device", "cpu", "-o", tmp_path / "new", code=1
+    )
+    assert not (tmp_path / "new").exists()
+
+
+def test_calls_are_timed_in_turn() -> None:
+    calls: list[str] = []
+    runs = [lambda name=name: (calls.append(name), time.sleep(1e-3)) for name in "ab"]
+    times = timing.in_turn_ms(runs, "cpu", seconds=0.0)
+    assert [len(values) for values in times] == [timing.MIN_ROUNDS] * 2
+    assert all(value >= 1 for values in times for value in values)
+    assert "".join(calls) == "ab" * (timing.WARM_UP + 1 + timing.MIN_ROUNDS)

@@ -1,6 +1,7 @@
 """`tokamix export`: files equal PyTorch in their runtimes, bad files are not written, bad input gets one sentence."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -321,6 +322,58 @@ def test_bad_input(classifier_run: Path, onnx_report: ExportReport, tmp_path: Pa
     with pytest.raises(ValueError, match=r"bad\.xml runs on the CPU only; leave out the device"):
         load_model(tmp_path / "bad.xml", device="cuda:0")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.onnx", "bad.xml", "file"]
+
+
+def test_few_tokens_in_openvino(tmp_path: Path) -> None:
+    """OpenVINO 2026.4 crashed on the residual connections of 4 tokens; in a process of its own, which may end."""
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"dim": 16, "depth": 1, "num_heads": 2, "mlp_ratio": 2}
+    model = tokamix.create_model("columnar_tiny_softmax", patch_size=4, num_classes=3, **shape).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.1)
+    torch.save(model, tmp_path / "model.pt")
+    script = "import sys, torch, tokamix; model = torch.load(sys.argv[1], weights_only=False);"
+    script += " print(tokamix.export(model, sys.argv[2], to='openvino', size=8).checks)"
+    command = [sys.executable, "-c", script, str(tmp_path / "model.pt"), str(tmp_path / "m.xml")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "size=(8, 8)" in result.stdout
+
+
+def test_unwritable_target_is_refused_before_tracing(
+    classifier_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder in place of the file or of its weights, a file in place of a folder, a folder that takes no files."""
+    from tokamix.export import run
+
+    def trace(*_: object, **__: object) -> None:
+        raise AssertionError("nothing may be traced for a file that cannot be written")
+
+    monkeypatch.setattr(run, "create_graph", trace)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "weights.bin").mkdir()
+    (tmp_path / f"{classifier_run.name}.onnx").mkdir()
+    (tmp_path / "locked").mkdir(mode=0o555)
+    before = sorted(tmp_path.rglob("*"))
+
+    def error(*args: object) -> str:
+        return call("export", classifier_run, *args, code=1)
+
+    assert f"{classifier_run.name}.onnx is a folder; name a file" in error("-o", f"{classifier_run.name}.onnx")
+    assert f"cannot write {classifier_run.name}.onnx: it is a folder; name another file" in error()
+    assert "cannot write weights.bin: it is a folder" in error("--to", "openvino", "-o", "weights.xml")
+    assert "cannot write file/new/m.onnx: file is a file, not a folder" in error("-o", "file/new/m.onnx")
+    if Path("/proc/self").exists():  # takes no files of anyone's
+        assert "cannot write into /proc:" in error("-o", "/proc/new/m.onnx")
+    if os.access("locked", os.W_OK) is False:  # root may write there
+        assert "cannot write into locked: Permission denied" in error("-o", "locked/m.onnx")
+    assert sorted(tmp_path.rglob("*")) == before
+    with pytest.raises(AssertionError, match="nothing may be traced"):  # a missing folder is created at the end
+        export(classifier_run, tmp_path / "new" / "folder" / "m.onnx")
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,26 @@ def test_images_alone_go_to_the_network_of_the_package(tmp_path: Path) -> None:
     assert "stvit_small has no pretrained weights" in call("predict", "stvit_small.x", tmp_path, *CPU, code=1)
 
 
+@pytest.mark.parametrize(
+    ("run", "option", "needed", "found"),
+    [
+        ("classifier_run", "--score-threshold", "a detector", "a classifier"),
+        ("segmenter_run", "--score-threshold", "a detector", "a segmenter"),
+        ("segmenter_run", "--top-k", "a classifier", "a segmenter"),
+        ("detector_run", "--top-k", "a classifier", "a detector"),
+        ("detector_run", "--batch-size", "a classifier", "a detector"),
+    ],
+)
+def test_options_without_effect(
+    run: str, option: str, needed: str, found: str, folder: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Refused in one sentence, also with the value of the default, and nothing is written."""
+    source, value = request.getfixturevalue(run), 5 if option == "--top-k" else 1
+    out = call("predict", source, folder, option, value, "-o", tmp_path / "out", *CPU, code=1)
+    assert f"error: {option} is for {needed}, but {source} is {found}; leave it out" in out
+    assert not (tmp_path / "out").exists()
+
+
 def test_segment_command(segmenter_run: Path, folder: Path, tmp_path: Path) -> None:
     """A palette image whose values are classes, and an overlay with a legend, at the size of the image."""
     out = call("predict", segmenter_run, folder, "-o", tmp_path / "out", *CPU)

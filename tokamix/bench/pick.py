@@ -50,7 +50,9 @@ class PickResult:
             if not self.rows:
                 return "nothing could be measured"
             asked = [row for row in self.rows if row.runtime in self.runtimes]
-            fastest = min(asked or self.rows, key=lambda row: row.milliseconds)
+            if not asked:
+                return self._describe_nothing()
+            fastest = min(asked, key=lambda row: row.milliseconds)
             return (
                 f"nothing keeps {self.budget_ms:g} ms: the fastest is {fastest.model} in {fastest.runtime} with"
                 f" {fastest.milliseconds:.1f} ms; allow more time, smaller images, or name other models with --models"
@@ -61,6 +63,20 @@ class PickResult:
             f" {self.candidate.metric} {self.candidate.accuracy} % ({self.candidate.source})"
             + note
             * self.best.runtime.endswith("int8")
+        )
+
+    def _describe_nothing(self) -> str:
+        """Why no model was measured in the runtimes that were asked for; eager mode is measured in any case."""
+        names = ", ".join(self.runtimes)
+        if any(row.model not in self.skipped for row in self.rows):
+            return (
+                f"nothing could be measured in {names}: see the failures above, or name other runtimes with --runtime"
+            )
+        least = min(row.milliseconds for row in self.rows)
+        return (
+            f"nothing is likely to keep {self.budget_ms:g} ms in {names}, so nothing was exported: without it, every"
+            f" model takes more than {LARGEST_SPEEDUP:g} times as long, {least:.1f} ms or more; allow more time,"
+            " smaller images, or name other models with --models"
         )
 
 

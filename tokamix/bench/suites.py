@@ -137,10 +137,12 @@ def _mixers(device: str) -> Iterator[Measurement]:
 
 
 def _softmax(device: str) -> Iterator[Measurement]:
-    """SimA's figure 1: by resolution, then by width."""
-    for side, width in (*((side, 384) for side in (14, 24, 32, 48, 64)), *((32, width) for width in (64, 192, 768))):
-        label = f"softmax {side * side} tokens, width {width}"
-        yield label, partial(softmax.measure_softmax, side, width, device)
+    """SimA's figure 1: by resolution, then by width; the largest images on a GPU only."""
+    for size in (224, 384, 512, 768, 1024, *((1536,) if device == "cuda" else ())):
+        yield f"softmax self-attention {size} px, width 384", partial(softmax.measure_softmax, size, 384, device)
+    for width in (384, 1024, 2048, 4096, 8192):
+        measure = partial(softmax.measure_softmax, 224, width, device, attention="cross-covariance")
+        yield f"softmax cross-covariance 224 px, width {width}", measure
 
 
 SUITES: dict[str, Callable[[str], Iterator[Measurement]]] = {
@@ -152,6 +154,9 @@ SUITES: dict[str, Callable[[str], Iterator[Measurement]]] = {
     "images": _images,
     "targets": partial(_timed, "targets"),
 }
+
+# suite -> function that draws the rows of its CSV file into an image file
+PLOTS: dict[str, Callable[[Path, Path], None]] = {"softmax": softmax.draw_softmax}
 
 
 def environment(device: str) -> str:

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from tokamix.compile import capture_graph
+
+WARM_UP, MIN_ROUNDS, MAX_ROUNDS = 3, 7, 200
 
 
 def median_ms(run: Callable[[], object], device: str, seconds: float = 1.0, graph: bool = False) -> float:
@@ -29,6 +31,42 @@ def median_ms(run: Callable[[], object], device: str, seconds: float = 1.0, grap
     # short calls are timed in groups, which makes the cost of the events negligible
     group = max(1, int(0.2 / max(estimate, 1e-4)))
     return statistics.median(_events_ms(run, group) / group for _ in range(repeats))
+
+
+def in_turn_ms(runs: Sequence[Callable[[], object]], device: str, seconds: float = 1.0) -> list[list[float]]:
+    """Times in ms of calls that run in turn, so that other load on the machine hits all alike.
+
+    Args:
+        runs: the calls; each is warmed up first.
+        device: "cpu" or "cuda".
+        seconds: time of all together; each runs at least seven times.
+    """
+    for _ in range(WARM_UP):
+        for run in runs:
+            run()
+    # short calls are timed in groups, which makes the cost of the clock negligible
+    groups = [max(1, int(0.2 / max(_time_ms(run, 1, device), 1e-4))) for run in runs]
+    times: list[list[float]] = [[] for _ in runs]
+    start = time.perf_counter()
+    while len(times[-1]) < MIN_ROUNDS or (time.perf_counter() - start < seconds and len(times[-1]) < MAX_ROUNDS):
+        for run, group, values in zip(runs, groups, times, strict=True):
+            values.append(_time_ms(run, group, device) / group)
+    return times
+
+
+def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """The median, and half the range between the quartiles."""
+    low, median, high = statistics.quantiles(values, n=4)
+    return median, (high - low) / 2
+
+
+def _time_ms(run: Callable[[], object], times: int, device: str) -> float:
+    if device == "cuda":
+        return _events_ms(run, times)
+    start = time.perf_counter()
+    for _ in range(times):
+        run()
+    return 1e3 * (time.perf_counter() - start)
 
 
 def _events_ms(run: Callable[[], object], times: int) -> float:

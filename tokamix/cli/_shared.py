@@ -64,6 +64,12 @@ def plain_errors() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option of a command was set by the user."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
 def print_line(text: str) -> None:
     """Print a line at once, as it is."""
     print(text, flush=True)

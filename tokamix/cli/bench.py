@@ -1,12 +1,13 @@
 """`tokamix bench`: measurements of operators and models."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tokamix.cli._shared import console, plain_errors, print_line, runtime_table
+from tokamix.cli._shared import console, is_given, plain_errors, print_line, runtime_table
 
 MODEL_OPTIONS = ("sizes", "batch", "runtime", "seconds")
 
@@ -39,16 +40,16 @@ def bench(
     """Measure models in several runtimes, or a suite of operators and models, each after a correctness check.
 
     The models and runtimes of one size and batch run in turn, so that the load of the machine hits all alike. Results
-    are printed and written as CSV files, those of models also as a plot.
+    are printed and written as CSV files, those of models and of the suite softmax also as a plot.
     """
     with plain_errors():
         import torch
 
-        from tokamix.bench.suites import H200, SUITES, environment, run
+        from tokamix.bench.suites import H200, PLOTS, SUITES, environment, run
 
         if bool(models) == bool(suite):
             raise ValueError("name models to compare, such as stvit_small convnext_tiny, or a suite with --suite")
-        given = [name for name in MODEL_OPTIONS if _is_given(context, name)]
+        given = [name for name in MODEL_OPTIONS if is_given(context, name)]
         if suite and given:
             raise ValueError(f"--{given[0]} is for models, which are named without --suite; leave it out")
         if models and only:
@@ -68,6 +69,8 @@ def bench(
             re.compile(only)
         except re.error as error:
             raise ValueError(f"--only {only!r} is not a regular expression: {error}") from None
+        if suite in PLOTS and find_spec("matplotlib") is None:  # before the measurements, which take minutes
+            raise ImportError("plots need matplotlib: pip install 'tokamix[bench]'")
         header = environment(device)
         print(header, end="", flush=True)
         if suite == "h200":  # the environment stated in docs/benchmarks.md
@@ -76,11 +79,9 @@ def bench(
         for name in names:
             path = run(name, output, device, only, lambda line: print(line, flush=True))
             print(f"wrote {path}", flush=True)
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
+            if name in PLOTS:
+                PLOTS[name](path, path.with_suffix(".png"))
+                print(f"wrote {path.with_suffix('.png')}", flush=True)
 
 
 def _bench_models(

@@ -9,15 +9,19 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from tokamix.cli._shared import console, plain_errors
+from tokamix.cli._shared import console, is_given, plain_errors
 
 if TYPE_CHECKING:
     from tokamix.predict import Prediction
 
 ROWS = 40  # predictions of a classifier that are printed
+# options that affect one task only
+TASK_OPTIONS = {"top_k": "classify", "batch_size": "classify", "score_threshold": "detect"}
+MODELS = {"classify": "a classifier", "segment": "a segmenter", "detect": "a detector"}
 
 
 def predict(
+    context: typer.Context,
     arguments: Annotated[
         list[str],
         typer.Argument(
@@ -39,7 +43,7 @@ def predict(
     sheet: Annotated[Path | None, typer.Option(help="Image file for a contact sheet of the predictions.")] = None,
     top_k: Annotated[int, typer.Option(min=1, help="Classes per image, of a classifier.")] = 5,
     score_threshold: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Leave out detections below it. Default: 0.3.")
+        float | None, typer.Option(min=0, max=1, help="Leave out detections below it, of a detector. Default: 0.3.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="Name of the architecture, for a checkpoint file.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Images of one forward pass, of a classifier.")] = 32,
@@ -60,6 +64,7 @@ def predict(
         predictor = load_predictor(
             source, device, model=model, score_threshold=score_threshold, top_k=top_k, batch_size=batch_size
         )
+        _check_options(context, predictor.config.task, source)
         classify = predictor.config.task == "classify"
         target = output if classify or output else Path("predictions")
         with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -84,6 +89,14 @@ def predict(
                 errors.print(f"[bold red]error:[/] {escape(prediction.error)}", highlight=False, soft_wrap=True)
         if len(readable) < len(predictions):
             raise typer.Exit(1)
+
+
+def _check_options(context: typer.Context, task: str, source: str) -> None:
+    """Refuse options that have no effect on models of this task."""
+    for name, needed in TASK_OPTIONS.items():
+        if needed != task and is_given(context, name):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} is for {MODELS[needed]}, but {source} is {MODELS[task]}; leave it out")
 
 
 def _split(arguments: list[str]) -> tuple[str, list[str]]:

@@ -128,6 +128,7 @@ def export(
     _check_int8_options(to, precision, features, keep_layers, max_drop, attention)
     start = time.perf_counter()
     path = _output_path(output, source, to)
+    _check_writable(path)
     network, config = _load(source, model, config)
     shape = choose_size(size, config)
     count = choose_batch(batch, shape, config)
@@ -298,6 +299,21 @@ def _output_path(output: str | Path | None, source: Any, to: str) -> Path:
     if path.suffix != suffix:
         raise ValueError(f"a file for {to} ends with {suffix}, got {path.name}")
     return path
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a file that cannot be written, before minutes of tracing; missing folders are created at the end."""
+    for part in written_files(path):
+        if part.is_dir():
+            raise WriteError(f"cannot write {part}: it is a folder; name another file")
+    folder = next((parent for parent in path.parents if parent.exists()), Path())
+    if not folder.is_dir():
+        raise WriteError(f"cannot write {path}: {folder} is a file, not a folder")
+    try:
+        # what the export does at its end; a permission alone tells nothing about read-only disks
+        tempfile.TemporaryDirectory(prefix=".export-", dir=folder).cleanup()
+    except OSError as error:
+        raise WriteError(f"cannot write into {folder}: {error.strerror or error}") from error
 
 
 def _temporary_folder(path: Path) -> Path:
