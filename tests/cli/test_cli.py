@@ -94,6 +94,7 @@ def test_models() -> None:
     assert row[1:4] == ["25.50", "4.34", "83.6"]
     assert "more combine" not in out
     assert "error: no model matches 'nothing-like-it'" in call("models", "nothing-like-it", code=1)
+    assert "# pyramid_nano_sima.imagenette" in call("models", "pyramid_nano_sima.imagenette")
 
 
 def test_models_counts_the_hidden_ones() -> None:

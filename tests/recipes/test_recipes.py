@@ -335,6 +335,20 @@ def test_measured_recipes(name: str) -> None:
         assert f"{float(row['score']):.2f}" in line
 
 
+def test_files_of_our_recipes_name_their_measured_end() -> None:
+    """Result and seconds of training as in docs/recipes.md, or that there is no such run."""
+    table = measured_rows()
+    assert len(table) >= 12
+    for name, _, _, result, seconds, _ in table:
+        (path,) = FOLDER.glob(f"*/{name}.yaml")
+        comments = " ".join(line[2:] for line in path.read_text().splitlines() if line.startswith("# "))
+        if seconds:
+            assert result.split()[0] in comments, (name, result)
+            assert seconds in comments, (name, seconds)
+        else:
+            assert "ot run to its end yet" in comments or "not been run to its end yet" in comments, name
+
+
 def test_ends_of_our_recipes(tmp_path: Path) -> None:
     """A finished run gives result, time and device; a recipe without one says so."""
     row = {"arm": "digits", "status": "finished", "score": "98.61", "model": "columnar_tiny_softmax", "data": "digits"}

@@ -30,11 +30,12 @@ from tokamix.study.data import decode_once, draw_balanced, load_splits
 from tokamix.study.figure import draw_figure
 from tokamix.study.plan import final_job, list_jobs
 from tokamix.study.processes import Process, environment
-from tokamix.study.rows import SPEED_COLUMNS, read_all_rows, read_rows, unpack_bits, write_row
+from tokamix.study.rows import SPEED_COLUMNS, key_of, read_all_rows, read_rows, unpack_bits, write_row
 from tokamix.study.run import next_job, run_study, threads_of_run
 from tokamix.study.schema import Study, load_study
 from tokamix.study.speed import prepare
 from tokamix.study.worker import train_job, work
+from tokamix.train.output.lock import LockedError, lock_folder
 from tokamix.train.tasks.classify import Classify
 
 RESULTS = Path(__file__).parents[2] / "results" / "studies"
@@ -156,6 +157,23 @@ def test_results_of_a_killed_study_become_rows(tmp_path: Path, fake_worker: None
     rows = read_rows(path)
     assert len(rows) == 12
     assert [row["score"] for row in rows if (int(row["seed"]), row["settings_hash"]) == job.key] == ["99.0"]
+
+
+def test_a_study_killed_while_it_writes_goes_on(tmp_path: Path, fake_worker: None) -> None:
+    """Half a row is no row, and the flags of a run whose row is missing are not written twice."""
+    run(tmp_path, jobs=2)
+    path, correct = tmp_path / "out/toy.csv", tmp_path / "out/toy_correct.csv"
+    whole, bits = read_rows(path), read_rows(correct)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]) + lines[-1][:-30])
+    assert read_rows(path) == whole[:-1]
+    run(tmp_path, jobs=2)
+    assert [key_of(row) for row in read_rows(path)] == [key_of(row) for row in whole]
+    assert read_rows(correct) == bits
+    path.write_bytes(lines[0][:10])
+    assert read_rows(path) == []
+    write_row(path, whole[0])
+    assert [row["arm"] for row in read_rows(path)] == [whole[0]["arm"]]
 
 
 def test_the_next_run_has_another_arm_then_is_tuning_then_long() -> None:
@@ -295,6 +313,18 @@ def test_a_run_stops_if_its_study_is_killed(jobs: list[Path], monkeypatch: pytes
 
     work(lambda: next(lines, None) or after_the_result(), stopped.set)
     assert not stopped.is_set()
+
+
+def test_a_run_waits_for_the_same_run_of_a_killed_study(jobs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old process saves its state and stops; until then the folder is locked."""
+    job, locked = json.loads(jobs[0].read_text()), [True, True, False]
+    with lock_folder(Path(job["folder"])), monkeypatch.context() as patch:
+        patch.setattr(worker, "PATIENCE", 0.2)
+        with pytest.raises(LockedError, match="is used by process"):
+            train_job(job)
+    monkeypatch.setattr(worker, "is_locked", lambda folder: locked.pop(0))
+    assert train_job(job)["status"] == "finished"
+    assert not locked
 
 
 def test_speed() -> None:

@@ -10,15 +10,25 @@ from tokamix.cli._shared import console, plain_errors
 
 
 def models(
-    pattern: Annotated[str, typer.Argument(help="Part of a name, or a shell pattern such as 'stvit_*'.")] = "",
+    pattern: Annotated[
+        str, typer.Argument(help="Part of a name, a shell pattern such as 'stvit_*', or the tag of shipped weights.")
+    ] = "",
     grid: Annotated[bool, typer.Option("--grid", help="Include the comparison grid: every body x mixer.")] = False,
 ) -> None:
-    """List the models: parameters, MACs at 224 px, paper, and the accuracy reported in the paper."""
+    """List the models: parameters, MACs at 224 px, paper, and the accuracy reported in the paper.
+
+    For weights that come with the package, such as pyramid_nano_sima.imagenette, show their model card.
+    """
     with plain_errors():
         import timm
 
         import tokamix
         from tokamix.models._registry import sizes
+        from tokamix.models.shipped import model_card, shipped_weights
+
+        if pattern in shipped_weights():
+            console.print(model_card(pattern), markup=False, highlight=False, soft_wrap=True)
+            return
 
         matching = tokamix.list_models(pattern)
         if not matching:

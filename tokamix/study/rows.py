@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import csv
+import io
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,22 +21,31 @@ Key = tuple[int, str]  # seed, and hash of settings and data
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV file; none if it does not exist."""
+    """The rows of a CSV file; none if it does not exist. Half a line at its end is none."""
     csv.field_size_limit(10**8)
-    with contextlib.suppress(FileNotFoundError), path.open(newline="") as file:
-        return list(csv.DictReader(file))
-    return []
+    return list(csv.DictReader(io.StringIO(_complete_lines(path).decode(), newline="")))
 
 
 def write_row(path: Path, row: Row, columns: list[str] = COLUMNS) -> None:
-    """Append a row; a new file starts with the header."""
+    """Append a row; a new file starts with the header. Half a line of a process that was killed is removed first."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists() or not path.stat().st_size
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns, extrasaction="ignore", restval="")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    complete = len(_complete_lines(path))
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", restval="")
+    if not complete:
+        writer.writeheader()
+    writer.writerow(row)
+    with path.open("ab") as file:
+        file.truncate(complete)
+        file.write(text.getvalue().encode())
+
+
+def _complete_lines(path: Path) -> bytes:
+    """The file up to its last line break: a process killed while it writes leaves half a line after it."""
+    content = b""
+    with contextlib.suppress(FileNotFoundError):
+        content = path.read_bytes()
+    return content[: content.rfind(b"\n") + 1]
 
 
 def read_all_rows(output: Path, study: str) -> list[Row]:

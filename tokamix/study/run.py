@@ -18,7 +18,7 @@ from tokamix.study.cost import JOBS
 from tokamix.study.data import decode_once
 from tokamix.study.plan import Job, list_jobs
 from tokamix.study.processes import ROOT, Process, send, start_mps, start_process, stop_mps, stop_processes
-from tokamix.study.rows import CORRECT_COLUMNS, Key, Row, read_all_rows, read_rows, write_row
+from tokamix.study.rows import CORRECT_COLUMNS, Key, Row, key_of, read_all_rows, read_rows, write_row
 from tokamix.study.schema import Study, load_study
 
 Say = Callable[[str], object]
@@ -212,7 +212,9 @@ class _Pack:
         row |= {key: getattr(job, key) for key in ("arm", "seed", "phase", "lr_factor", "data", "holdout")}
         row |= {"settings_hash": job.settings_hash, "commit": self.commit, "processes": self.count, "mps": self.mps}
         if "correct" in row:  # before the run's row, which marks it as finished
-            write_row(self.output / f"{job.study}_correct.csv", row, CORRECT_COLUMNS)
+            correct = self.output / f"{job.study}_correct.csv"
+            if job.key not in map(key_of, read_rows(correct)):  # a study killed between the two has written it
+                write_row(correct, row, CORRECT_COLUMNS)
         write_row(self.output / f"{job.study}.csv", row)
         result.unlink()
         # as read from the file

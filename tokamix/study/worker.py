@@ -26,8 +26,10 @@ from tokamix.study.probes import correct_images, measure_probes
 from tokamix.study.rows import Row, pack_bits
 from tokamix.train import train
 from tokamix.train.loop.engine import NotFiniteError
+from tokamix.train.output.lock import is_locked
 
 WORKERS = 4  # processes that decode photos, for each run
+PATIENCE = 120.0  # seconds for the run of a killed study to save its state and stop
 
 
 def train_job(job: Row) -> Row:
@@ -47,6 +49,7 @@ def train_job(job: Row) -> Row:
     }
     if not isinstance(data, str):
         row["train_images"] = len(data.train)
+    _wait_for_folder(Path(job["folder"]))
     begun = time.perf_counter()
     try:
         options: Any = {"pretrained": recipe.finetune, "device": device, "quiet": True}
@@ -74,6 +77,13 @@ def train_job(job: Row) -> Row:
         "images_per_second": speeds[len(speeds) // 2],
         "curve": json.dumps(curve(run.epochs, run.metric)),
     }
+
+
+def _wait_for_folder(folder: Path) -> None:
+    """Wait while the same run of a study that was killed a moment ago saves its state, and stops."""
+    end = time.monotonic() + PATIENCE
+    while is_locked(folder) and time.monotonic() < end:
+        time.sleep(0.1)
 
 
 def curve(epochs: list[Row], metric: str) -> list[list[float]]:

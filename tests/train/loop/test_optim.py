@@ -106,6 +106,21 @@ def test_drop_path_changes_during_the_run() -> None:
         DropPathSchedule(torch.nn.Linear(2, 2), grows)
 
 
+def test_half_life_of_the_average() -> None:
+    """After so many steps the old average counts half."""
+    decay = TINY.replace(ema_half_life=20).ema_decay
+    assert decay is not None
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    ema = Ema(model, decay)
+    torch.nn.init.ones_(model.weight)
+    for step in range(20):
+        ema.update(1_000 + step)  # far from the start, where the decay is lower
+    with ema.swapped():
+        assert model.weight.item() == pytest.approx(0.5, abs=1e-5)
+    assert TINY.ema_decay is None
+
+
 def test_average_of_the_weights() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
