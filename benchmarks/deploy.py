@@ -51,27 +51,18 @@ AOTI = Path("results/aoti.csv")  # of benchmarks/aoti.py
 LIMITS = (
     "What the profiles and the repeated runs show:",
     "",
-    "- **The machine has two speeds.** It changes between them within minutes, also while no other process shows"
-    " up; the cause is not known, and it changes ratios, too. The tables hold the last run of each model at the"
-    " lower speed, so that their milliseconds can be compared. All runs, the earlier files first: stvit_small in int8"
-    " against eager mode 2.7x (three runs) and 3.2x (two), then 3.3x and 3.0x, and at the higher speed (33 to 36 ms in"
-    " eager mode) 2.5x, 2.5x and 3.3x; eager mode against the authors' operators 1.4x (two) and 1.6x to 1.8x (three),"
-    " then 1.57x and 1.66x, and at the higher speed 1.87x, 1.86x and 1.69x; ONNX Runtime against eager mode 0.93x or"
-    " 1.2x, then 1.3x and 1.1x, and at the higher speed 1.1x, 1.1x and 1.3x. amixer_tiny in int8 2.4x, 3.6x and 3.6x,"
-    " then 2.6x and 3.7x; atmnet_tiny 2.9x, 2.9x and 3.2x, then 3.2x; xcit_small_12_p16_sima 3.3x, 3.8x, 3.3x and 3.4x,"
-    " then 3.6x. deit_small_sima at 1024 px in ONNX Runtime 0.95x, then 1.17x.",
-    "- **stvit_small in eager mode.** On one thread (110 ms of processor time, profiled by hand), 71 ms are linear"
-    " layers with their GELUs;"
-    " without GELU each runs at 83 to 100 % of the rate of the fastest, 55 billion fp32 products a second. About 20 ms"
-    " are convolutions, 7 ms attention, 3 ms the sampling of super tokens, 1 ms the check that packed weights are"
-    " current. At 1.6x of the fast runs, eager mode would take 56 ms on two threads, as if nothing were lost by"
-    " dividing the work. Probable losses: small operators run on one thread, and all weights, 100 MB, are read in"
-    " every call.",
-    "- **deit_small_sima at 1024 px in ONNX Runtime.** On one thread, profiled by hand, 87 % of the time are linear"
-    " layers, which the"
-    " graph holds as single nodes. Alone, they run at 44 to 51 billion products a second, PyTorch's at 45 to 48; so"
-    " only the other 13 % can make a difference. In processor time of one thread the file takes slightly longer than"
-    " eager mode (0.96x).",
+    "- **Ratios depend on the processor.** All rows are of one run on 19 November 2026, on an AMD EPYC of family 26"
+    " (Zen 5). On an earlier AMD EPYC, whose speed changed within minutes, files gained less: stvit_small in int8 was"
+    " 2.5x to 3.3x as fast as eager mode, atmnet_tiny 2.9x to 3.2x, amixer_tiny 2.4x to 3.7x, xcit_small_12_p16_sima"
+    " 3.3x to 3.8x, and ONNX Runtime 0.93x to 1.3x (stvit_small; deit_small_sima at 1024 px: 0.95x and 1.17x). Part of"
+    " it is the files: timed in turn, stvit_small's int8 file of before takes 12.4 to 12.9 ms and convnext_tiny's"
+    " 9.4 ms where the present ones take 11.5 to 11.9 and 8.5 ms; that of xcit_small_12_p16_sima is as fast as before."
+    " The rest is probably that PyTorch gives linear layers to MKL, which has no AVX-512 kernels for AMD's processors"
+    " (STViT's are oneDNN's in eager mode, too).",
+    "- **stvit_small in eager mode** was 1.4x (two runs), 1.57x, 1.6x to 1.8x (four) and 1.7x to 1.9x (three) as fast"
+    " as the authors' operators on the earlier processor, and is 1.46x here. On one thread, profiled by hand, 59 % of"
+    " the time are linear layers with their GELUs, 15 % convolutions, 11 % attention, 4 % other products and 1.6 % the"
+    " check that packed weights are current.",
     "- **AOTInductor on a GPU** is not measured: with torch 2.11, compiling STViT's package for several images failed"
     " in Inductor (pytorch issue 178676; `tokamix export` works around it since), and no other package was ready"
     " within two minutes on 16 cores.",
@@ -261,7 +252,7 @@ def speed_lines(rows: list[dict[str, str]]) -> list[str]:
     lines = [
         "How fast the models are for one image on two CPU cores, as PyTorch modules and as the files that"
         " [`tokamix export`](guides/export.md) writes; and what int8 costs in accuracy. The processor is a server's"
-        " with AVX-512, bf16 and VNNI instructions (AMD EPYC); without bf16 instructions, the paths"
+        " with AVX-512, bf16 and VNNI instructions (AMD EPYC, Zen 5); without bf16 instructions, the paths"
         " openvino-bf16 and openvino-int8 gain less.",
         "",
         "## Targets",
