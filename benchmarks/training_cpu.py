@@ -6,7 +6,7 @@ Trains on noise as `tokamix train` does. Rounds in which the augmentation comput
 alone (`tokamix.data.images.augment._apply_to`), follow each other in one process. Prints the median of each part of a
 step: the wall time, and the process's CPU time, which other programs change less. `--bf16` measures autocast as well,
 `--kernels 20` prints operators, `--evaluate` measures the evaluation of as many images as the batch has, eight times.
-OMP_WAIT_POLICY and OMP_NUM_THREADS are read when the process starts: compare them from the shell.
+GOMP_SPINCOUNT and OMP_NUM_THREADS are read when the process starts: compare them from the shell.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def measure(engine: Engine, recipe: Recipe, arguments: argparse.Namespace) -> No
     if arguments.bf16:
         variants["bf16"] = (lambda: torch.autocast("cpu", torch.bfloat16), augment._apply_to)
     print(f"{recipe.name}, {recipe.model}, {recipe.image_size} px, batch {recipe.batch_size}")
-    print(f"{torch.get_num_threads()} threads, OMP_WAIT_POLICY={os.environ.get('OMP_WAIT_POLICY')}", flush=True)
+    print(f"{torch.get_num_threads()} threads, GOMP_SPINCOUNT={os.environ.get('GOMP_SPINCOUNT')}", flush=True)
     times: dict[str, Times] = {name: {} for name in variants}
     for turn in range(arguments.rounds + 1):
         for name, (precision, apply_to) in variants.items():

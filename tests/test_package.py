@@ -23,6 +23,7 @@ PACKAGE = Path(tokamix.__file__).parent
 ORDER = (
     *(
         "_construction",
+        "_openmp",
         "_hints",
         "_hub",
         "_register",

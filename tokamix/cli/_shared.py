@@ -24,16 +24,6 @@ METRICS = {"top1": "top-1", "miou": "mIoU", "box_ap": "box AP", "mask_ap": "mask
 METRICS |= {"knn": "k-NN", "effective_rank": "effective rank", "vqa": "VQA accuracy"}
 
 
-def wait_passively() -> None:
-    """Let CPU threads sleep while they wait for each other, unless the user has set how; call it before torch's import.
-
-    By default they spin. Where other programs use the cores, too, a thread then spins in the time that the one it waits
-    for needs: a training step took 3 to 6 times as long. Sleeping costs 10 microseconds for each operator.
-    """
-    if "GOMP_SPINCOUNT" not in os.environ:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
     """Print errors that users can fix as one sentence; bugs of ours keep their traceback.

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 import tokamix
+from tokamix._openmp import limit_spinning
 from tokamix.cli.bench import bench
 from tokamix.cli.compare import compare
 from tokamix.cli.convert import convert
@@ -47,6 +48,7 @@ def main(
     ] = False,
 ) -> None:
     """Vision token mixers from five papers, inside timm."""
+    limit_spinning()
     for stream in (sys.stdout, sys.stderr):  # names of files may hold what the terminal's encoding does not have
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

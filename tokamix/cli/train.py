@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tokamix.cli._shared import METRICS, console, plain_errors, wait_passively
+from tokamix.cli._shared import METRICS, console, plain_errors
 
 
 def train(
@@ -77,7 +77,6 @@ def train(
 
     On many GPUs: torchrun --nproc-per-node 8 -m tokamix train ...
     """
-    wait_passively()
     with plain_errors():
         import torch.distributed as dist
 

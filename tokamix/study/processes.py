@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tokamix._openmp import limit_spinning
+
 ROOT = Path(__file__).resolve().parents[2]
 MPS = Path(tempfile.gettempdir()) / f"tokamix_mps_{os.getuid()}"
 Process = subprocess.Popen[bytes]
@@ -17,7 +19,7 @@ Process = subprocess.Popen[bytes]
 def environment(runs: Path, mps: bool, threads: int | None = 2) -> dict[str, str]:
     """Environment of a run's process: shared caches of compiled code, few threads, MPS.
 
-    With None for `threads` each run chooses. Threads that wait sleep: spinning ones slow down those of other runs.
+    With None for `threads` each run chooses.
     """
     cache = (runs / "cache").resolve()
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
@@ -25,8 +27,7 @@ def environment(runs: Path, mps: bool, threads: int | None = 2) -> dict[str, str
     env |= {"TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
     if threads is not None:
         env.setdefault("OMP_NUM_THREADS", str(threads))
-    if "GOMP_SPINCOUNT" not in env:
-        env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    limit_spinning(env)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     if mps:
         env |= {"CUDA_MPS_PIPE_DIRECTORY": str(MPS), "CUDA_MPS_LOG_DIRECTORY": str(MPS)}

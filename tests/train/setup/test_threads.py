@@ -16,8 +16,23 @@ from tokamix.train.setup.threads import choose_threads, default_workers, is_set_
     ("macs", "cores", "workers", "threads"),
     [(4e6, 64, 0, 1), (6e8, 64, 0, 2), (1e12, 8, 0, 8), (1e12, 8, 5, 3), (1e12, 2, 8, 1), (float("inf"), 4, 1, 3)],
 )
-def test_threads_follow_the_work(macs: float, cores: int, workers: int, threads: int) -> None:
+def test_threads_follow_the_work(
+    monkeypatch: pytest.MonkeyPatch, macs: float, cores: int, workers: int, threads: int
+) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     assert choose_threads(macs, cores, workers) == threads
+
+
+@pytest.mark.parametrize("variable", [{"GOMP_SPINCOUNT": "1000"}, {"OMP_WAIT_POLICY": "passive"}])
+def test_threads_that_wait_briefly_share_cores_with_workers(
+    monkeypatch: pytest.MonkeyPatch, variable: dict[str, str]
+) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert choose_threads(1e12, 2, 1) == 1
+    monkeypatch.setenv(*next(iter(variable.items())))
+    assert choose_threads(1e12, 2, 1) == 2
 
 
 @pytest.mark.parametrize(("device", "gpu", "workers"), [("cpu", True, 4), (None, False, 4), (None, True, 8)])

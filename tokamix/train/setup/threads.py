@@ -8,6 +8,7 @@ import psutil
 import torch
 from torch import nn
 
+from tokamix._openmp import is_spinning_limited
 from tokamix.cost import count_macs
 
 # Threads that wait for each other on busy cores slow small models down: with two threads on two shared cores, a step of
@@ -30,10 +31,13 @@ def is_set_by_user() -> bool:
 def choose_threads(macs: float, cores: int, workers: int) -> int:
     """One thread, and another one for each 500 million MACs of a batch, on the cores without a loader worker.
 
+    On all cores where waiting threads leave them to the workers soon, as in the `tokamix` command.
+
     A function of the run's settings, not a measurement: the number of threads changes the order of sums, and with it
     the last bits of the weights.
     """
-    return max(1, int(min(1 + macs / MACS_PER_THREAD, cores - workers)))
+    free = cores if is_spinning_limited() else cores - workers
+    return max(1, int(min(1 + macs / MACS_PER_THREAD, free)))
 
 
 def default_workers(device: str | None) -> int:
