@@ -55,8 +55,9 @@ LIMITS = (
     " (Zen 5). On an earlier AMD EPYC, whose speed changed within minutes, files gained less: stvit_small in int8 was"
     " 2.5x to 3.3x as fast as eager mode, atmnet_tiny 2.9x to 3.2x, amixer_tiny 2.4x to 3.7x, xcit_small_12_p16_sima"
     " 3.3x to 3.8x, and ONNX Runtime 0.93x to 1.3x (stvit_small; deit_small_sima at 1024 px: 0.95x and 1.17x). Part of"
-    " it is the files: timed in turn by hand, stvit_small's int8 file of before takes 12.4 to 12.9 ms and convnext_tiny's"
-    " 9.4 ms where the present ones take 11.5 to 11.9 and 8.5 ms; that of xcit_small_12_p16_sima is as fast as before."
+    " it is the files: timed in turn by hand, stvit_small's int8 file of before takes 12.4 to 12.9 ms and"
+    " convnext_tiny's 9.4 ms where the present ones take 11.5 to 11.9 and 8.5 ms; that of xcit_small_12_p16_sima is"
+    " as fast as before."
     " The rest is probably that PyTorch gives linear layers to MKL, which has no AVX-512 kernels for AMD's processors"
     " (STViT's are oneDNN's in eager mode, too).",
     "- **stvit_small in eager mode** was 1.4x (two runs), 1.57x, 1.6x to 1.8x (four) and 1.7x to 1.9x (three) as fast"
