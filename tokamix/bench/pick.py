@@ -57,12 +57,12 @@ class PickResult:
                 f"nothing keeps {self.budget_ms:g} ms: the fastest is {fastest.model} in {fastest.runtime} with"
                 f" {fastest.milliseconds:.1f} ms; allow more time, smaller images, or name other models with --models"
             )
-        note = "; what int8 costs of it is not known: measure it with `tokamix export --precision int8 --data DATA`"
+        note = ""
+        if self.best.runtime.endswith("int8"):
+            note = "; what int8 costs of it is not known: measure it with `tokamix export --precision int8 --data DATA`"
         return (
             f"{self.best.model} in {self.best.runtime}: {self.best.milliseconds:.1f} ms of {self.budget_ms:g},"
-            f" {self.candidate.metric} {self.candidate.accuracy} % ({self.candidate.source})"
-            + note
-            * self.best.runtime.endswith("int8")
+            f" {self.candidate.metric} {self.candidate.accuracy} % ({self.candidate.source}){note}"
         )
 
     def _describe_nothing(self) -> str:
