@@ -37,6 +37,8 @@ from tokamix.export.run import trace
 from tokamix.export.write import save_openvino, to_openvino, write_onnx
 from tokamix.inference import InferenceConfig
 from tokamix.mixers import sima
+from tokamix.models import list_models
+from tokamix.ops.dispatch import use_backend
 from tokamix.runtimes import load_exported
 
 MODELS = (("stvit_small", 224), ("atmnet_tiny", 224), ("amixer_tiny", 224), ("xcit_small_12_p16_sima", 224))
@@ -44,6 +46,7 @@ PEER = ("convnext_tiny", 224)
 PAIR = (("pyramid_nano_softmax", 96), ("pyramid_nano_sima", 96))  # those of benchmarks/int8.py
 LONG = tuple((name, size) for size in (512, 1024) for name in ("deit_small_sima", "deit_small_patch16_224"))
 ALL = (*MODELS, PEER, *PAIR, *LONG)
+PLAIN = "eager, plain layers"
 PATHS = ("onnx", "onnx-int8", "openvino", "openvino-bf16", "openvino-int8")
 RESULTS, INT8, PAGE = Path("results/deploy.csv"), Path("results/int8.csv"), Path("docs/deploy.md")
 AOTI = Path("results/aoti.csv")  # of benchmarks/aoti.py
@@ -204,9 +207,11 @@ def create_calls(folder: Path, name: str, size: int) -> dict[str, Callable[[], A
     images = torch.randn(1, 3, size, size)
     expected = model(images)
     calls: dict[str, Callable[[], Any]] = {"eager": lambda: ours(images)}
+    if name in list_models():
+        calls[PLAIN] = use_backend("eager")(lambda: ours(images))
     if size == 224 and (theirs := authors_call(name, model, images)) is not None:
         torch.testing.assert_close(theirs(), expected, rtol=1e-3, atol=1e-4)
-        calls["authors' operators"] = theirs
+        calls["authors' operators"] = use_backend("eager")(theirs)
     for path, file in files_of(folder, name, size).items():
         if file.is_file():
             exported = load_exported(file)
@@ -268,8 +273,10 @@ def speed_lines(rows: list[dict[str, str]]) -> list[str]:
         "## Latency",
         "",
         "- **eager**: the model in PyTorch, `model(images)`, BatchNorms folded.",
-        "- **authors' operators**: the same model in PyTorch with the mixer written as in its authors' code. Not"
-        " written for AMixer.",
+        "- **eager, plain layers**: the same without oneDNN's kernels (`TOKAMIX_BACKEND=eager`), as under"
+        " `torch.no_grad()`.",
+        "- **authors' operators**: the same model in PyTorch's own layers with the mixer written as in its authors'"
+        " code. Not written for AMixer.",
         "- **onnx**, **onnx-int8**: ONNX Runtime, in fp32 and in int8.",
         "- **openvino**, **openvino-bf16**, **openvino-int8**: OpenVINO in fp32, bf16 and int8; what int8 leaves in"
         " floating point runs in bf16.",

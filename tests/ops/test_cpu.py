@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import tokamix
 from tokamix.layers import DepthwiseConv, MapConv, apply_batch_norm, is_bare
+from tokamix.mixers import WeightMixing
 from tokamix.models.stvit import STViT
 from tokamix.ops import cpu
 from tokamix.ops.dispatch import use_backend
@@ -61,6 +63,37 @@ def test_models(form: str) -> None:
     assert_equal_to_plain(model, torch.randn(1, 3, 64, 64))
     assert len(cpu._packed) >= 8
     assert_equal_to_plain(model, torch.randn(2, 3, 57, 90))  # another size and batch with the same packed weights
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "atmnet_xtiny": {"dims": (16, 16, 32, 32), "depths": (1, 2, 1, 1)},
+    "amixer_tiny": {"dims": (12, 24, 24, 48), "depths": (1, 2, 1, 1), "num_heads": (2, 2, 2, 4), "img_size": 64},
+    "xcit_tiny_12_p16_sima": {"embed_dim": 16, "depth": 2, "num_heads": 2},
+    "deit_small_sima": {"embed_dim": 16, "depth": 2, "num_heads": 2, "dynamic_img_size": True},
+    "pyramid_nano_softmax": {},
+    "columnar_tiny_xca": {"dim": 16, "depth": 2, "num_heads": 2},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families(name: str) -> None:
+    torch.manual_seed(0)
+    model = tokamix.create_model(name, num_classes=5, **OTHERS[name]).eval()
+    assert_equal_to_plain(model, torch.randn(1, 3, 64, 64))
+    assert len(cpu._packed) >= 4
+    assert_equal_to_plain(model, torch.randn(2, 3, 64, 96))
+
+
+def test_banks_are_expanded_again_when_they_change() -> None:
+    mixer, x = WeightMixing(8, 4, num_heads=2, partition=True), torch.randn(2, 64, 8)
+    for _ in range(2):
+        with torch.inference_mode():
+            with use_backend("eager"):
+                expected = mixer(x, (8, 8))
+            for _ in range(2):
+                torch.testing.assert_close(mixer(x, (8, 8)), expected, rtol=1e-4, atol=1e-5)
+        assert any(kept.kind == "matrices (4, 4)" for kept in cpu._packed.values())
+        nn.init.normal_(mixer.bank)
 
 
 @pytest.mark.parametrize("n_iter", [1, 3])

@@ -1,6 +1,6 @@
 """Layers shared by the blocks of several model families."""
 
-from tokamix.layers.activation import GELU, approximate_gelu, fused_linear_gelu
+from tokamix.layers.activation import GELU, approximate_gelu
 from tokamix.layers.bare import is_bare, is_hooked
 from tokamix.layers.cast import cast_weights, casts_weights
 from tokamix.layers.conv import DepthwiseConv, ImageConv, MapConv, PatchConv
@@ -8,6 +8,7 @@ from tokamix.layers.embed import ConvEmbed, PatchEmbed
 from tokamix.layers.fold import FoldableSequential, MapSequential, fold_into_next, fold_into_previous
 from tokamix.layers.heads import SoftmaxProduct, merge_heads, split_heads
 from tokamix.layers.layout import channels_first, channels_last, map_to_tokens, tokens_to_map
+from tokamix.layers.linear import LinearSequential, apply_linear, fused_linear_gelu
 from tokamix.layers.norm import BatchNorm, LayerNorm, RecomputedLayerNorm, apply_batch_norm
 from tokamix.layers.position import PositionEmbedding, fit_position_embeddings
 from tokamix.layers.recompute import recompute_in_backward
@@ -21,6 +22,7 @@ __all__ = [
     "FoldableSequential",
     "ImageConv",
     "LayerNorm",
+    "LinearSequential",
     "MapConv",
     "MapSequential",
     "Mlp",
@@ -31,6 +33,7 @@ __all__ = [
     "SoftmaxProduct",
     "add_scaled",
     "apply_batch_norm",
+    "apply_linear",
     "approximate_gelu",
     "cast_weights",
     "casts_weights",

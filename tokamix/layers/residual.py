@@ -6,7 +6,7 @@ import torch
 from timm import layers
 from torch import Tensor, nn
 
-from tokamix.layers.activation import linear_gelu
+from tokamix.layers.linear import apply_linear, linear_gelu
 
 
 class Mlp(layers.Mlp):
@@ -20,7 +20,7 @@ class Mlp(layers.Mlp):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
         x = self.drop1(linear_gelu(self.fc1, self.act, x))
-        return self.drop2(self.fc2(self.norm(x)))
+        return self.drop2(apply_linear(self.fc2, self.norm(x)))
 
 
 def add_scaled(x: Tensor, branch: Tensor, scale: Tensor, drop_path: nn.Module) -> Tensor:

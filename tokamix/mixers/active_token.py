@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokamix.layers import LayerNorm, Mlp, tokens_to_map
+from tokamix.layers import LayerNorm, LinearSequential, Mlp, apply_linear, tokens_to_map
 from tokamix.ops import active_gather_axes, active_gather_joint, dispatch
 from tokamix.ops.active_token.op import GatherPlan, plan_gather_axes
 from tokamix.ops.branch_fusion.op import branch_summary, fuse_branches
@@ -14,7 +14,7 @@ from tokamix.ops.precision import to_autocast_dtype
 OFFSETS = ("axial", "joint", "zero")
 
 
-class ActiveOffset(nn.Sequential):
+class ActiveOffset(LinearSequential):
     """Predicts sampling offsets: LayerNorm, then Linear to two offsets for each context and `share` channels.
 
     Tokens (..., C) -> (..., contexts * 2 * C / share): for each context first the offsets along the width, then those
@@ -85,10 +85,11 @@ class ActiveTokenMixer(nn.Module):
         if offset is None and self.offset is not None:
             offset = self.offset(x)
         x = to_autocast_dtype(x)
-        branches = [embed(samples) for embed, samples in zip(self.embed, self._sample(x, grid, offset), strict=True)]
-        branches.append(self.embed_query(x))
+        samples = self._sample(x, grid, offset)
+        branches = [apply_linear(embed, sample) for embed, sample in zip(self.embed, samples, strict=True)]
+        branches.append(apply_linear(self.embed_query, x))
         logits = self.fusion(branch_summary(branches))
-        return self.proj(fuse_branches(branches, logits))
+        return apply_linear(self.proj, fuse_branches(branches, logits))
 
     def plan(self, x: Tensor, grid: tuple[int, int], offset: Tensor) -> Tensor | GatherPlan:
         """Offsets in the cheapest form for several mixers that use the same offsets on tokens of the shape of x.

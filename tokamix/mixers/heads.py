@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tokamix.layers import apply_linear
 from tokamix.ops.precision import no_autocast
 
 
@@ -40,8 +41,9 @@ class HeadMixer(nn.Module):
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """Mix tokens x (B, H*W, C) of grid (H, W)."""
-        parts = self.qkv(x).unflatten(-1, (self.parts, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
-        return self.proj(self.attend(*parts.unbind(0), grid=grid).transpose(1, 2).flatten(2))
+        heads = (self.parts, self.num_heads, self.head_dim)
+        parts = apply_linear(self.qkv, x).unflatten(-1, heads).permute(2, 0, 3, 1, 4)
+        return apply_linear(self.proj, self.attend(*parts.unbind(0), grid=grid).transpose(1, 2).flatten(2))
 
 
 def head_norms(qk_norm: bool, head_dim: int, device: Any = None, dtype: Any = None) -> tuple[nn.Module, nn.Module]:

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tokamix.layers import apply_linear
 from tokamix.ops import sima_class_attention, sima_self_attention
 
 
@@ -43,10 +44,11 @@ class SimASelfAttention(nn.Module):
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
         """Mix tokens x (B, N, C)."""
-        return self.proj(sima_self_attention(self._heads(x), self.norm))
+        return apply_linear(self.proj, sima_self_attention(self._heads(x), self.norm))
 
     def _heads(self, x: Tensor) -> Tensor:
-        return self.qkv(x).unflatten(-1, (3, self.num_heads, x.shape[-1] // self.num_heads))  # (B, N, 3, H, D)
+        heads = (3, self.num_heads, x.shape[-1] // self.num_heads)
+        return apply_linear(self.qkv, x).unflatten(-1, heads)  # (B, N, 3, H, D)
 
 
 class SimAClassAttention(SimASelfAttention):

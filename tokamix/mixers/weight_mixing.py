@@ -8,11 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from tokamix.layers import tokens_to_map
-from tokamix.ops import bank_mixing, dispatch, resize_bank
+from tokamix.layers import LinearSequential, apply_linear, tokens_to_map
+from tokamix.ops import bank_mixing, cpu, dispatch, resize_bank
 from tokamix.ops.precision import to_autocast_dtype
+from tokamix.ops.weight_mixing.reference import expand_bank
 
 Pair = tuple[int, int]
+MAX_KEPT = 2_000_000  # values of a bank's matrices, 8 MB, that are kept between calls for inference on a CPU
 POLICY_ACTIVATIONS = ("identity", "softmax", "sigmoid")
 
 
@@ -82,7 +84,7 @@ class WeightMixing(nn.Module):
         self.bank = nn.Parameter(torch.empty(size if adaptive else num_heads, *entries, **dd))
         self.adapter: nn.Module | None = None
         if adaptive:
-            self.adapter = nn.Sequential(
+            self.adapter = LinearSequential(
                 nn.Linear(dim, dim // 4, **dd), nn.GELU(), nn.Linear(dim // 4, size * num_heads, **dd)
             )
         self.v = nn.Linear(dim, dim, **dd) if v_proj else nn.Identity()
@@ -134,8 +136,10 @@ class WeightMixing(nn.Module):
             self._check_relative(grid)
             bank = resize_bank(bank, self.window, grid)
 
+        if bank is self.bank and self._is_kept(x):
+            bank = cpu.keep(bank, f"matrices {window}", lambda: expand_bank(self.bank, window))
         x = to_autocast_dtype(x)  # once for both projections
-        v, policy = self.v(x), None
+        v, policy = apply_linear(self.v, x), None
         if self.adapter is not None:
             policy = self._policy(x if policy_embed is None else x + self._tile(policy_embed, grid))
             v = v.to(policy.dtype)
@@ -156,7 +160,12 @@ class WeightMixing(nn.Module):
             fixed = dispatch.is_exporting_fixed(height, width)
             x = x[:, :height, :width] if fixed else F.pad(x, [-n for n in pad])
             x = x.flatten(1, 2)
-        return self.proj(x)
+        return apply_linear(self.proj, x)
+
+    def _is_kept(self, x: Tensor) -> bool:
+        """Whether the matrices made of the bank are kept between calls: for inference on a CPU, where this is slow."""
+        small = self.bank.ndim == 2 and len(self.bank) * (self.window[0] * self.window[1]) ** 2 <= MAX_KEPT
+        return small and self.adapter is not None and self.bank.dtype is x.dtype and cpu.usable(x)
 
     def _policy(self, x: Tensor) -> Tensor:
         assert self.adapter is not None

@@ -29,7 +29,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from tokamix.layers import GELU, LayerNorm, Mlp, PatchEmbed, add_scaled, map_to_tokens, tokens_to_map
+from tokamix.layers import GELU, LayerNorm, Mlp, PatchEmbed, add_scaled, apply_linear, map_to_tokens, tokens_to_map
 from tokamix.mixers import WeightMixing
 from tokamix.models._backbone import Column, Pyramid, PyramidStage, image_cfg, register_model, rename
 from tokamix.ops import resize_bank
@@ -60,7 +60,7 @@ class PatchMerging(nn.Module):
         """(B, H, W, C) -> (B, ceil(H/2), ceil(W/2), out_dim)."""
         x = _pad(x, 1, 2)
         x = x.unflatten(2, (x.shape[2] // 2, 2)).unflatten(1, (x.shape[1] // 2, 2))
-        return self.proj(self.norm(x.transpose(2, 3).flatten(3)))
+        return apply_linear(self.proj, self.norm(x.transpose(2, 3).flatten(3)))
 
 
 @register_notrace_module

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from timm.layers import (
     DropPath,
-    Mlp,
     calculate_drop_path_rates,
     get_act_layer,
     register_notrace_module,
@@ -30,6 +29,7 @@ from tokamix.layers import (
     DepthwiseConv,
     ImageConv,
     MapConv,
+    Mlp,
     PatchEmbed,
     PositionEmbedding,
     channels_last,

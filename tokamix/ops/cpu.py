@@ -19,7 +19,7 @@ from tokamix.ops import dispatch
 MAX_PACKED_ROWS = 1024  # with more rows, reordering the weights takes little of the product's time
 MAX_HIDDEN = 250_000  # values of a hidden map, 1 MB: a larger one does not stay in the caches between two layers
 MAX_PARTS = 4  # of a hidden map; products with fewer than 64 channels are slow
-MIN_PRODUCTS = 4_000_000  # a call of oneDNN takes longer to set up than one of PyTorch's own matrix product
+MIN_PRODUCTS = 1_000_000  # a call of oneDNN takes longer to set up than one of PyTorch's own matrix product
 
 _AVAILABLE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -44,11 +44,33 @@ _packed: dict[int, _Packed] = {}
 
 def usable(x: Tensor) -> bool:
     """Whether the functions below may be used for x: a plain eager call in inference mode, in float32 on a CPU."""
-    if dispatch.is_watched() or not torch.is_inference_mode_enabled() or type(x) not in (Tensor, torch.nn.Parameter):
+    # every layer asks, so what rules out training and GPUs comes first; a compiler cannot trace the second question
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return False
+    if type(x) not in (Tensor, torch.nn.Parameter) or not x.is_cpu or x.dtype is not torch.float32 or x.numel() == 0:
         return False
     if not _AVAILABLE or dispatch.INTERPRET or dispatch.forced() is not None or not torch._C._get_mkldnn_enabled():
         return False
-    return x.dtype is torch.float32 and x.is_cpu and x.numel() > 0 and not torch.is_autocast_enabled("cpu")
+    return not torch.is_autocast_enabled("cpu") and not dispatch.is_watched()
+
+
+def keep(weight: Tensor, kind: str, pack: Callable[[], Any]) -> Any:
+    """What `pack` makes of the weight, kept until the weight changes or is deleted; call it only where `usable`.
+
+    PyTorch counts changes, but not those made through `weight.data`, as moving averages and pruning often do. So an
+    element of each row and of most columns is compared as well; all of them would take a tenth of the model's time.
+    """
+    key = id(weight)
+    found = _packed.get(key)
+    if found is not None and found.source() is weight and found.kind == kind and found.is_current(weight):
+        return found.packed
+    if weight.is_inference() or not weight.is_contiguous():  # changes are not counted, or the elements not adjacent
+        return pack()
+    rows = weight.shape[0]
+    probe = weight.detach().view(-1)[:: max(1, min(rows, weight.numel() // rows) - 1)]  # of each row and column
+    source = weakref.ref(weight, lambda _: _packed.pop(key, None))
+    _packed[key] = _Packed(source, kind, weight.data_ptr(), weight._version, probe, probe.clone(), pack())
+    return _packed[key].packed
 
 
 def linear(
@@ -60,7 +82,7 @@ def linear(
         y = F.linear(x, weight, bias)
         return y if residual is None else y.add_(residual)
     if rows < MAX_PACKED_ROWS:
-        weight = _pack(weight, "linear", lambda: torch.ops.mkldnn._reorder_linear_weight.default(weight, rows))
+        weight = keep(weight, "linear", lambda: torch.ops.mkldnn._reorder_linear_weight.default(weight, rows))
     if residual is not None:
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, *_activation(gelu))
@@ -88,7 +110,7 @@ def conv(
         kernels = _add_identity(weight) if residual else weight
         return torch.ops.mkldnn._reorder_convolution_weight.default(kernels, *options, image.shape)
 
-    packed = _pack(weight, "residual" if residual else "conv", pack)
+    packed = keep(weight, "residual" if residual else "conv", pack)
     return torch.ops.mkldnn._convolution_pointwise.default(image, packed, bias, *options, *_activation(gelu))
 
 
@@ -128,9 +150,9 @@ def conv_mlp(
         return [torch.ops.mkldnn._reorder_convolution_weight.default(part, *options, shape) for part in chunks]
 
     options, kind = (padding, (1, 1), (1, 1), size), f"{parts} parts"
-    packed = _pack(kernels[0], kind, pack_kernels)
+    packed = keep(kernels[0], kind, pack_kernels)
     # contiguous, because oneDNN takes a thousand times as long for weights with gaps
-    last = _pack(fc2[0], kind, lambda: [part.contiguous() for part in fc2[0].chunk(parts, 1)])
+    last = keep(fc2[0], kind, lambda: [part.contiguous() for part in fc2[0].chunk(parts, 1)])
     bias: Tensor | None = fc2[1]
     biases = kernels[1].chunk(parts)
     for i, first in enumerate(zip(fc1[0].chunk(parts), fc1[1].chunk(parts), strict=True)):
@@ -153,22 +175,3 @@ def _add_identity(kernels: Tensor) -> Tensor:
     kernels = kernels.clone()
     kernels[:, :, kernels.shape[2] // 2, kernels.shape[3] // 2] += 1
     return kernels
-
-
-def _pack(weight: Tensor, kind: str, pack: Callable[[], Any]) -> Any:
-    """What `pack` makes of the weight, from the cache if the weight has not changed since.
-
-    PyTorch counts changes, but not those made through `weight.data`, as moving averages and pruning often do. So an
-    element of each row and of most columns is compared as well; all of them would take a tenth of the model's time.
-    """
-    key = id(weight)
-    found = _packed.get(key)
-    if found is not None and found.source() is weight and found.kind == kind and found.is_current(weight):
-        return found.packed
-    if weight.is_inference() or not weight.is_contiguous():  # changes are not counted, or the elements not adjacent
-        return pack()
-    rows = weight.shape[0]
-    probe = weight.detach().view(-1)[:: max(1, min(rows, weight.numel() // rows) - 1)]  # of each row and column
-    source = weakref.ref(weight, lambda _: _packed.pop(key, None))
-    _packed[key] = _Packed(source, kind, weight.data_ptr(), weight._version, probe, probe.clone(), pack())
-    return _packed[key].packed
