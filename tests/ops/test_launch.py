@@ -1,6 +1,7 @@
 """Cached launches choose the kernel that Triton chooses; compiled for a GPU that need not be present, and not run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,6 +91,44 @@ def test_same_kernel_and_arguments(launched: Launched, slow_launches: list[int])
             assert launched[0] == launched[1] == launched[2]
             kernels.add(launched[0][4])
     assert len(kernels) == 12
+
+
+def test_tensors_of_another_gpu(launched: Launched, slow_launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their GPU is current during the launch; CPU tensors (-1) stand for it, and 0 is the current one before."""
+    from triton.runtime import driver
+
+    from tokamix.ops import launch as module
+
+    current = [0]
+
+    @contextmanager
+    def device_of(tensors: tuple[torch.Tensor, ...]) -> Iterator[None]:
+        current.append(tensors[0].get_device())
+        yield
+        current.pop()
+
+    monkeypatch.setattr(module, "_device_of", device_of)
+    monkeypatch.setattr(driver.active, "get_current_device", lambda: current[-1])
+    monkeypatch.setattr(driver.active, "get_current_stream", lambda device: f"stream of {device}")
+    x, out = torch.zeros(16), torch.empty(16)
+    launch = module.Launch(_scale_kernel, (1,), 16, 1, 0.5, BLOCK=16, MASKED=False)
+    for _ in range(3):
+        launch(x, out)
+        assert launched[-1][3] == "stream of -1"
+    assert len(slow_launches) == 1
+    assert current == [0]
+    with dispatch.use_light(False):
+        launch(x, out)
+    assert launched[-1][3] == "stream of -1"
+    assert len(launched) == 4
+
+
+def test_tensors_of_several_devices() -> None:
+    from tokamix.ops.launch import Launch
+
+    launch = Launch(_scale_kernel, (1,), 16, 1, 0.5, BLOCK=16, MASKED=False)
+    with dispatch.use_light(False), pytest.raises(ValueError, match=r"on one device, got cpu and meta; .*\.to\(\)"):
+        launch(torch.zeros(16), torch.empty(16, device="meta"))
 
 
 def test_falls_back_to_triton(launched: Launched, slow_launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ dtypes and addresses only. It uses the interface between Triton's JITFunction an
 Triton 3.6 and 3.9; if that is missing, every call goes through `kernel[grid]`.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -43,12 +44,13 @@ class Launch:
         self.compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Launch the kernel on the current stream; while a compiler traces, record the launch in its graph."""
+        """Launch the kernel on the current stream of the tensors' device; a compiler that traces records it."""
         if isinstance(tensors[0], FunctionalTensor):
             record_launch(self.kernel, self.grid, *tensors, *self.numbers, **self.constants)
             return
         if not DIRECT or not dispatch.is_light() or _has_hooks():
-            self._launch(tensors)
+            with _device_of(tensors):
+                self._launch(tensors)
             return
         device = driver.active.get_current_device()
         pointers, key = [], [device]
@@ -57,11 +59,12 @@ class Launch:
             pointers.append(pointer)
             key += (x.dtype, pointer % ALIGNMENT == 0, x.get_device())
         found = self.compiled.get(tuple(key))
-        if found is None:
-            compiled = self._launch(tensors)
-            # Triton checks the addresses of tensors of another device in each call
-            if all(x.get_device() == device for x in tensors) and _is_launchable(compiled):
-                self.compiled[tuple(key)] = (compiled.run, compiled.function, compiled.packed_metadata, compiled)
+        if found is None:  # always for tensors of another device than the current one
+            with _device_of(tensors):
+                if tensors[0].get_device() != device:
+                    self(*tensors)
+                elif _is_launchable(compiled := self._launch(tensors)):
+                    self.compiled[tuple(key)] = (compiled.run, compiled.function, compiled.packed_metadata, compiled)
             return
         run, function, metadata, _ = found
         stream = driver.active.get_current_stream(device)
@@ -74,6 +77,14 @@ class Launch:
 def empty_like(x: Tensor) -> Tensor:
     """An empty contiguous tensor of the shape and dtype of x; in less time than torch.empty takes."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _device_of(tensors: tuple[Tensor, ...]) -> AbstractContextManager[Any]:
+    """Make the GPU that holds the tensors the current one, on which Triton launches."""
+    devices = list(dict.fromkeys(str(x.device) for x in tensors))
+    if len(devices) > 1:
+        raise ValueError(f"a kernel needs all tensors on one device, got {' and '.join(devices)}; move them with .to()")
+    return torch.cuda.device(tensors[0].device) if tensors[0].is_cuda else nullcontext()
 
 
 def _has_hooks() -> bool:
