@@ -1,11 +1,17 @@
 """Linear layers for inference, and GELU as a part of them."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import timm.layers
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import jvp
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tokamix.layers import GELU, Mlp, apply_linear, fused_linear_gelu
@@ -86,6 +92,79 @@ def test_gelu_is_a_part_of_the_product(as_on_a_gpu: list[torch.Size], shape: tup
     with torch.inference_mode():
         torch.testing.assert_close(mlp(x), mlp.fc2(mlp.act(mlp.fc1(x))))
     assert len(as_on_a_gpu) == 1
+
+
+INPUTS = {
+    "tokens": torch.randn(2, 5, 8),
+    "matrix": torch.randn(7, 8),
+    "strided": torch.randn(2, 10, 16)[:, ::2, ::2],
+    "transposed": torch.randn(8, 5, 3).transpose(0, 2),
+    "expanded": torch.randn(1, 5, 8).expand(3, 5, 8),
+}
+
+
+@pytest.fixture
+def on_amd(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Train with oneDNN; one entry for each of its products."""
+    calls: list[bool] = []
+    product = cpu._product
+    monkeypatch.setattr(cpu, "_is_amd", lambda: True)
+    monkeypatch.setattr(cpu, "MIN_PRODUCTS", 0)
+    monkeypatch.setattr(cpu, "_product", lambda *args: calls.append(True) or product(*args))
+    return calls
+
+
+@needs_onednn
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", INPUTS)
+def test_gradients_on_a_cpu(on_amd: list[bool], kind: str, bias: bool) -> None:
+    layer, x = nn.Linear(8, 6, bias=bias), INPUTS[kind].clone(memory_format=torch.preserve_format).requires_grad_()
+    weights = torch.randn(6)
+
+    def loss(y: Tensor) -> Tensor:
+        return (y * weights).square().sum() + y.sum()  # the gradient of a sum alone has no memory of its own
+
+    leaves = (x, *layer.parameters())
+    for function in (loss, torch.sum):
+        expected = torch.autograd.grad(function(layer(x)), leaves)
+        for grad, other in zip(torch.autograd.grad(function(apply_linear(layer, x)), leaves), expected, strict=True):
+            torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-5)
+    assert len(on_amd) == 6
+    torch.autograd.grad(apply_linear(layer, x.detach()).sum(), leaves[1:])
+    assert len(on_amd) == 8  # no gradient of the tokens
+
+
+@needs_onednn
+def test_other_derivatives_on_a_cpu(on_amd: list[bool]) -> None:
+    """Gradients of gradients, several gradients at once, forward mode, torch.func and gradient checkpoints."""
+    layer, x, v = nn.Linear(8, 6), torch.randn(5, 8, requires_grad=True), torch.randn(5, 8)
+
+    def double(call: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+        (grad,) = torch.autograd.grad(call(layer, x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), layer.weight)[0]
+
+    torch.testing.assert_close(double(apply_linear), double(nn.Linear.forward), rtol=1e-4, atol=1e-4)
+    several = torch.randn(3, 5, 6)
+    grads = [
+        torch.autograd.grad(call(layer, x), x, several, is_grads_batched=True)[0]
+        for call in (apply_linear, nn.Linear.forward)
+    ]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    checkpointed = checkpoint(apply_linear, layer, x, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(checkpointed.sum(), x)[0], layer.weight.sum(0).expand(5, 8))
+    assert on_amd
+    on_amd.clear()
+    calls = (partial(call, layer) for call in (apply_linear, nn.Linear.forward))
+    tangents = [jvp(call, (x.detach(),), (v,))[1] for call in calls]
+    torch.testing.assert_close(*tangents)
+    with forward_ad.dual_level():
+        out = apply_linear(layer, forward_ad.make_dual(x.detach(), v))
+        torch.testing.assert_close(forward_ad.unpack_dual(out).tangent, tangents[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert apply_linear(layer, x).dtype is torch.bfloat16
+    with torch.no_grad():
+        assert torch.equal(apply_linear(layer, x), layer(x))
+    assert not on_amd
 
 
 def test_where_gelu_is_a_layer_of_its_own(as_on_a_gpu: list[torch.Size]) -> None:

@@ -1,4 +1,4 @@
-"""Linear layers in the fastest kernels for inference: oneDNN's on a CPU, and with GELU as a part of them."""
+"""Linear layers in faster kernels: oneDNN's on a CPU, and for inference with GELU as a part of them."""
 
 from typing import Any, TypeGuard
 
@@ -11,12 +11,14 @@ from tokamix.ops import cpu, dispatch
 
 
 def apply_linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """layer(x); for inference on a CPU with oneDNN, which is faster than PyTorch's own product, see `tokamix.ops.cpu`.
+    """layer(x); on a CPU with oneDNN where it is faster than PyTorch's own product, see `tokamix.ops.cpu`.
 
     A function, not a subclass of nn.Linear: adapters and quantisation look for that class.
     """
     if cpu.usable(x) and _fits(layer, x):
         return cpu.linear(x, layer.weight, layer.bias)
+    if cpu.usable_in_training(x) and _fits(layer, x):
+        return cpu.differentiable_linear(x, layer.weight, layer.bias)
     return layer(x)
 
 

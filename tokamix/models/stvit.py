@@ -23,6 +23,7 @@ from tokamix.layers import (
     Mlp,
     PatchConv,
     apply_batch_norm,
+    apply_linear,
     channels_first,
     channels_last,
     fold_into_next,
@@ -53,10 +54,10 @@ class ConvFFN(nn.Module):
         plain = type(self.conv) is DepthwiseConv and self.conv.gelu and not is_hooked(self.conv)
         z = fused_linear_gelu(self.fc1, x) if plain else None
         if z is None:
-            z = self.conv(tokens_to_map(self.fc1(x), grid))
+            z = self.conv(tokens_to_map(apply_linear(self.fc1, x), grid))
         else:
             z = self.conv(tokens_to_map(z, grid), activated=True)
-        return self.fc2(z.flatten(1, 2))
+        return apply_linear(self.fc2, z.flatten(1, 2))
 
 
 class Block(nn.Module):

@@ -1,13 +1,18 @@
-"""Eager float32 inference on a CPU: oneDNN's layers, fused with what follows them, and packed weights.
+"""Eager float32 layers on a CPU with oneDNN; for inference fused with what follows them, and with packed weights.
 
-Used in `torch.inference_mode()` only, where nothing needs gradients; `TOKAMIX_BACKEND=eager` turns it off. oneDNN
-reorders the weights of a layer in every call, which is slow compared with the product where a map has few pixels. So
-the reordered ("packed") weights are kept until the layer's own weights change or are deleted; they take as much memory
-again. Models that were created in inference mode run without them, because their weights count no changes.
+`TOKAMIX_BACKEND=eager` turns it off. Only linear layers are used in training, and only on AMD's processors: PyTorch
+gives them to MKL, which has no AVX-512 kernels there.
+
+All else is used in `torch.inference_mode()` only, where nothing needs gradients. oneDNN reorders the weights of a layer
+in every call, which is slow compared with the product where a map has few pixels. So the reordered ("packed") weights
+are kept until the layer's own weights change or are deleted; they take as much memory again. Models that were created
+in inference mode run without them, because their weights count no changes.
 """
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -45,13 +50,30 @@ _packed: dict[int, _Packed] = {}
 def usable(x: Tensor) -> bool:
     """Whether the functions below may be used for x: a plain eager call in inference mode, in float32 on a CPU."""
     # every layer asks, so what rules out training and GPUs comes first; a compiler cannot trace the second question
-    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled() and _is_plain(x)
+
+
+def usable_in_training(x: Tensor) -> bool:
+    """Whether `differentiable_linear` may be used for x: likewise, where gradients are needed."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not _is_amd():
         return False
+    return torch.autograd.forward_ad._current_level < 0 and _is_plain(x)  # forward-mode AD needs PyTorch's operators
+
+
+def _is_plain(x: Tensor) -> bool:
     if type(x) not in (Tensor, torch.nn.Parameter) or not x.is_cpu or x.dtype is not torch.float32 or x.numel() == 0:
         return False
     if not _AVAILABLE or dispatch.INTERPRET or dispatch.forced() is not None or not torch._C._get_mkldnn_enabled():
         return False
     return not torch.is_autocast_enabled("cpu") and not dispatch.is_watched()
+
+
+@cache
+def _is_amd() -> bool:
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:  # not Linux
+        return False
 
 
 def keep(weight: Tensor, kind: str, pack: Callable[[], Any]) -> Any:
@@ -86,6 +108,37 @@ def linear(
     if residual is not None:
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, *_activation(gelu))
+
+
+def differentiable_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer on x (..., C) with gradients."""
+    if x.numel() // x.shape[-1] * weight.numel() < MIN_PRODUCTS:
+        return F.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        # gradients of gradients, and several gradients at once, need PyTorch's own product
+        watched = torch.is_grad_enabled() or dispatch.is_watched() or torch._C._functorch.is_legacy_batchedtensor(grad)
+        product = F.linear if watched else _product
+        tokens, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        return (
+            product(grads, weight.t()).view(x.shape) if ctx.needs_input_grad[0] else None,
+            product(grads.t(), tokens.t()) if ctx.needs_input_grad[1] else None,
+            grads.sum(0) if ctx.needs_input_grad[2] else None,
+        )
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, *_activation())
 
 
 def conv(
