@@ -127,6 +127,7 @@ def test_images_that_cannot_be_decoded(classifier_run: Path, photos: Path, tmp_p
         picture(i).save(folder / f"{i}.png")
     (folder / "1.png").write_bytes(b"no image")
     assert "1.png" in call("embed", classifier_run, folder, "-o", tmp_path / "a", "--workers", 0, code=1)
+    assert len(embed(classifier_run, photos, tmp_path / "a", device="cpu")) > 4  # that folder has no features yet
     index = embed(classifier_run, folder, tmp_path / "b", corrupt="skip", device="cpu")
     assert [index.path(i) for i in range(len(index))] == ["0.png", "2.png", "3.png"]
     assert len(torch.cat(list(index.features()))) == 3

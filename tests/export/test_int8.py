@@ -30,6 +30,9 @@ def check_accuracy(classifier_run: Path, tmp_path: Path, to: str) -> None:
     report = export(classifier_run, path, to=to, precision="int8", data=tiny_data(), max_drop=5)
     measured = tokamix.evaluate(path, tiny_data(), device="cpu")
     assert report.metrics["int8"] == measured["top1"]
+    assert measured.precision == "int8"
+    with pytest.raises(ValueError, match=r"whose precision is int8; leave out the precision"):
+        tokamix.evaluate(path, tiny_data(), precision="fp32", device="cpu")
     assert report.metrics["fp32"] == tokamix.evaluate(classifier_run, tiny_data(), device="cpu")["top1"]
     assert report.checks[0].error > 1e-4, "this file is not quantised"
     assert any("labelled images: fp32" in line for line in report.lines())

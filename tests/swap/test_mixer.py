@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+from typing import Any
 
 import pytest
 import timm
@@ -258,3 +259,16 @@ def test_broadcast_after_a_swap() -> None:
     expected = change_outputs(model, submodules(model, r"\.(mlp|attn)$"), broadcast)(x)
     insert_context_broadcast(model, block="both")
     torch.testing.assert_close(model(x), expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("options", [{"qk_norm": True}, {"window": 2}])
+def test_softmax_in_a_body_is_unchanged(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    body = tokamix.create_body("columnar_tiny", "softmax", dim=16, depth=2, num_heads=2, mixer_kwargs=options).eval()
+    for parameter in body.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    images = torch.randn(2, 3, 64, 64)
+    expected = body(images)
+    report = swap_mixer(body, to="softmax")
+    torch.testing.assert_close(body(images), expected)
+    assert "dropped" not in str(report)

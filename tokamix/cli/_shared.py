@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tokamix.compare import Report
 
 console = Console()
+if not console.is_terminal and "COLUMNS" not in os.environ:
+    console = Console(width=1000)  # files and pipes get whole lines
 WIDE = 120  # columns of a terminal that fit every column of the widest tables
 # texts of PyTorch's errors on the GPU and the CPU
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")

@@ -44,9 +44,7 @@ def convert(
             help="self, the original; none; or another teacher: a timm name, a run, name@file or an ONNX file."
         ),
     ] = "self",
-    sizes: Annotated[
-        str, typer.Option(help="Image sizes of the speed measurement.", show_default="224, 512, 1024, 2048")
-    ] = "224,512,1024,2048",
+    sizes: Annotated[str, typer.Option(help="Image sizes of the speed measurement.")] = "224,512,1024,2048",
     resume: Annotated[bool, typer.Option(help="Continue the conversion in the folder, or start over.")] = True,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")] = None,
     workers: Annotated[int, typer.Option(min=0, metavar="<int>", help="Processes that decode images.")] = 0,

@@ -110,7 +110,7 @@ class Conversion:
         if self.break_even is None:
             return f"Not faster than the original up to {max(sizes, default=0)} px."
         if sizes and self.break_even <= min(sizes):
-            return f"Faster than the original at all sizes from {min(sizes)} px on."
+            return f"Faster than the original at all measured sizes: {', '.join(map(str, sizes))} px."
         return f"Faster than the original from about {self.break_even} px on."
 
 

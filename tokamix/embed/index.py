@@ -131,6 +131,8 @@ def read_settings(folder: Path) -> Settings:
 def check_settings(folder: Path, settings: Settings) -> None:
     """Refuse to continue features of another model or with other settings."""
     before = read_settings(folder)
+    if before and not any(folder.glob("shard-*")):  # it failed before it had any features
+        return
     if before and before["fingerprint"] != settings["fingerprint"]:
         raise ValueError(
             f"{folder} holds features of another model, {before['source']}; use another folder (-o), or delete it"

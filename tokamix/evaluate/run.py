@@ -20,6 +20,7 @@ from tokamix.evaluate.report import write_report
 from tokamix.evaluate.segmentation import measure_miou
 from tokamix.inference import InferenceConfig, Precision, autocast, choose_device, load_model, read_precision
 from tokamix.recipes import load_overrides
+from tokamix.runtimes import ExportedModel
 
 Split = Literal["val", "train", "all"]
 
@@ -110,6 +111,9 @@ def evaluate(
     if report is not None and config.task != "classify":
         raise ValueError(f"reports are for classifiers, but the model's task is {config.task}; leave out the report")
     config = config.replace(**load_overrides(overrides) | ({} if image_size is None else {"image_size": image_size}))
+    fixed = network.metadata.get("precision", "fp32") if isinstance(network, ExportedModel) else None
+    if fixed is not None and precision is not None:
+        raise ValueError(f"{source} is an exported file, whose precision is {fixed}; leave out the precision")
     index, note = match_classes(config, splits.classes, splits.name)
     network = (network if index is None else SelectClasses(network, index)).to(where)
     config = config.replace(class_names=tuple(splits.classes))
@@ -143,7 +147,7 @@ def evaluate(
             write_report(report, network, ChainedLoader(loaders, where), config)
     name = type(source).__name__ if isinstance(source, nn.Module) else str(source)
     total = len(splits.train) + len(splits.val)
-    described = (split, splits.name, name, config.task, config.num_classes, chosen, where.type)
+    described = (split, splits.name, name, config.task, config.num_classes, fixed or chosen, where.type)
     return EvaluationResult(metrics, num_images, total, *described, notes=tuple(notes))
 
 

@@ -102,12 +102,23 @@ def explain(
         progress("figures", number + 1, len(items))
     page = output / "index.html"
     name = Path(image).name if isinstance(image, str | Path) else "an image"
-    write_text(page, _render(name, explanations, position, sections, statistics))
+    sources = [
+        str(source) if isinstance(source, str | Path) else explainer.name
+        for source, explainer in zip(_listed(models), explainers, strict=True)
+    ]
+    weights = f" --checkpoint {checkpoint}" if checkpoint is not None else ""
+    folder = f" --data {data}" if data is not None else ""
+    command = _command(image if isinstance(image, str | Path) else "IMAGE", sources, f"{weights}{folder}", position)
+    write_text(page, _render(name, explanations, position, sections, command))
     return ExplainResult(page, files, explanations, statistics)
 
 
+def _listed(models: Any) -> list[Any]:
+    return list(models) if isinstance(models, list | tuple) else [models]
+
+
 def _load(models: Any, checkpoint: str | Path | None, device: str | None) -> list[Explainer]:
-    sources = list(models) if isinstance(models, list | tuple) else [models]
+    sources = _listed(models)
     if not sources:
         raise ValueError("explain needs at least one model")
     loaded = []
@@ -225,7 +236,7 @@ def _render(
     explanations: Sequence[Explanation],
     position: tuple[float, float],
     sections: Sequence[Section],
-    statistics: dict[str, Statistics],
+    command: str,
 ) -> str:
     facts = {}
     for explanation in explanations:
@@ -239,9 +250,12 @@ def _render(
         f" This page shows what {'these networks do' if len(explanations) > 1 else explanations[0].name + ' does'} with"
         f" {name}."
     )
-    first, *others = (explanation.name for explanation in explanations)
-    compared = f" --compare {','.join(others)}" if others else ""
-    folder = " --data FOLDER" if statistics else ""
-    command = f"tokamix explain {name} --model {first}{compared}{folder} --token {position[0]:g},{position[1]:g}"
-    title = "What the mixers see" if others else f"What {first} sees"
+    title = "What the mixers see" if len(explanations) > 1 else f"What {explanations[0].name} sees"
     return render_page(title, lead, facts, sections, command)
+
+
+def _command(image: str | Path, sources: Sequence[str], options: str, position: tuple[float, float]) -> str:
+    """The command that makes the page."""
+    first, *others = sources
+    compared = f" --compare {','.join(others)}" if others else ""
+    return f"tokamix explain {image} --model {first}{compared}{options} --token {position[0]:g},{position[1]:g}"

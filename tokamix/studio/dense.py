@@ -20,8 +20,10 @@ LOWEST, THRESHOLD = 0.05, 0.3  # detections below the first are not kept; the se
 SAMPLE_SIDE = 64  # as the pictures of `--data shapes`
 NO_RUNS = """No trained detector or segmenter was found below the folders of this studio. A small one, in minutes:
 
-    tokamix train --data shapes --recipe shapes_detect --output runs/shapes
-    tokamix studio --folder runs"""
+```bash
+tokamix train --data shapes --recipe shapes_detect --output runs/shapes
+tokamix studio --folder runs
+```"""
 
 
 class Dense:

@@ -139,12 +139,13 @@ def add_train_tab(settings: StudioSettings) -> None:
 
 
 def describe(run: RunStatus) -> str:
-    """A run in one line: its state, position, best result and the time left."""
+    """A run in one line: its state, position, the result that counts and the time left."""
     done = run.update / run.steps if run.steps else 0.0
     parts = [f"epoch {min(run.epochs, math.floor(done) + (run.state != 'finished'))} of {run.epochs}"]
     metric = run.metric
     if metric in run.best:
-        parts.append(f"best {METRICS[metric].removesuffix(' (%)')} {run.best[metric]:.1f} %")
+        kind = "last" if run.settings.get("select") == "last" else "best"
+        parts.append(f"{kind} {METRICS[metric].removesuffix(' (%)')} {run.best[metric]:.1f} %")
     left = run.seconds_left() if run.state == "running" else None
     if left is not None:
         parts.append(f"{format_seconds(left)} left, evaluation not counted")

@@ -8,6 +8,8 @@ from torch import nn
 from tokamix.mixers.registry import Site, create_mixer
 from tokamix.mixers.softmax import SoftmaxAttention
 
+WITH_QK_NORM = ("softmax", "nystrom", "super_token")  # mixers with this option
+
 
 def find_body_blocks(model: nn.Module) -> dict[str, Any]:
     """The blocks of a body that mix by softmax attention, by the name of their mixer."""
@@ -22,11 +24,14 @@ def create_replacement(host: SoftmaxAttention, to: str, site: Site, **options: A
     """Create a mixer for the place of a host, with those of its weights that it can use.
 
     Projections are taken over by name and shape. Super tokens use all of them for the attention among super tokens,
-    weight mixing those of values and outputs. Norms of queries and keys (`qk_norm`) stay where the mixer has them.
+    weight mixing those of values and outputs. Norms of queries and keys (`qk_norm`) stay where the mixer has them, and
+    windows where it is softmax attention.
     """
     weight = host.qkv.weight
-    if to == "super_token" and not isinstance(host.q_norm, nn.Identity):
+    if to in WITH_QK_NORM and not isinstance(host.q_norm, nn.Identity):
         options = {"qk_norm": True, **options}
+    if to == "softmax":
+        options = {"window": host.window, "shift": host.shift, **options}
     mixer = create_mixer(to, site, **options, device=weight.device, dtype=weight.dtype)
     target = getattr(mixer, "refine", mixer)
     state = host.state_dict()

@@ -85,7 +85,8 @@ def create_card(
     code = DENSE if "method" in config else TIMM if plain else OWN if construction == UNKNOWN else CHANGED
     code = VQA if vqa else code
     size = f" of {config['pretrained_cfg']['input_size'][-1]} px" if "pretrained_cfg" in config else ""
-    settings = yaml.safe_dump({k: v for k, v in recipe.to_dict().items() if v is not None}, sort_keys=False, width=1000)
+    used = recipe.to_dict() | {"precision": config.get("precision", recipe.precision)}  # a CPU trains in fp32
+    settings = yaml.safe_dump({k: v for k, v in used.items() if v is not None}, sort_keys=False, width=1000)
     return f"""---
 {_metadata(name, recipe, facts, results, plain)}
 ---
