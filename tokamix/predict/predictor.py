@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from tokamix.data.annotated.transforms import eval_transform
-from tokamix.data.decode import DataError, apply_exif_orientation, decode_image, read_oriented_image
+from tokamix.data.decode import DataError, apply_exif_orientation, convert_to_rgb, decode_image, read_oriented_image
 from tokamix.data.images.transforms import convert_channels, create_eval_transform, resize_and_crop
 from tokamix.dense.sliding_window import predict_classes
 from tokamix.inference import (
@@ -213,7 +213,7 @@ def read_image(image: ImageLike, config: InferenceConfig) -> Tensor:
     """
     dense = config.task != "classify"
     if isinstance(image, Image.Image):
-        return pil_to_tensor((apply_exif_orientation(image) if dense else image).convert("RGB"))
+        return pil_to_tensor(convert_to_rgb(apply_exif_orientation(image) if dense else image))
     if isinstance(image, np.ndarray):
         if image.ndim not in (2, 3):
             raise ValueError(f"an array of an image is (H, W) or (H, W, channels), got {image.shape}")
