@@ -1,11 +1,13 @@
 """`InferenceConfig` and `load_model`: preprocessing, class names, validation, every kind of source."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import timm
 import torch
+from safetensors.torch import load_file, save_file
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import save_for_hf
 
@@ -108,3 +110,13 @@ def test_a_checkpoint_of_a_different_model(classifier_run: Path, segmenter_run: 
     (tmp_path / "model.safetensors").write_bytes((classifier_run / "model.safetensors").read_bytes())
     with pytest.raises(ValueError, match=r"has no weights for .* parameters, such as"):
         load_model(tmp_path)
+
+
+def test_weights_for_a_different_number_of_classes(classifier_run: Path, tmp_path: Path) -> None:
+    """A classifier with random weights is no trained model."""
+    shutil.copy(classifier_run / "config.json", tmp_path)
+    weights = load_file(classifier_run / "model.safetensors")
+    weights |= {name: torch.cat([weights[name]] * 2) for name in ("head.weight", "head.bias")}
+    save_file(weights, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match=r"other\.safetensors was not trained for 4 classes: its classifier has a"):
+        load_model(tmp_path / "other.safetensors")

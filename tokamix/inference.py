@@ -338,7 +338,7 @@ def _load_folder(path: Path) -> tuple[Any, InferenceConfig]:
                 f" yourself and load its weights with tokamix.load_checkpoint(module, {str(folder)!r})"
             )
         network = create_saved_classifier(values)
-        load_checkpoint(network, weights)
+        _load_weights(network, weights, read_checkpoint(weights))
     return network.eval(), config
 
 
@@ -371,16 +371,20 @@ def _load_file(path: Path, name: str, num_classes: int | None) -> tuple[Any, Inf
     network = create_model(name, **arguments)
     checkpoint = read_checkpoint(path)
     try:
-        report = load_checkpoint(network, checkpoint)
+        _load_weights(network, path, checkpoint)
     except MismatchError as error:
         saved = checkpoint.get("arch")  # timm's training script stores it
         trained = f"it was saved by {saved}: " if isinstance(saved, str) and saved != name else ""
         raise ValueError(f"{path}: {error.differences}; {trained}name the model of the file with --model") from None
-    if report.fresh:
+    return network.eval(), InferenceConfig.from_model(network)
+
+
+def _load_weights(network: Any, path: Path, checkpoint: Mapping[str, Any]) -> None:
+    """Load the checkpoint read from a path, which must have a classifier with the network's number of classes."""
+    if load_checkpoint(network, checkpoint).fresh:
         raise ValueError(
             f"{path} was not trained for {network.num_classes} classes: its classifier has a different number"
         )
-    return network.eval(), InferenceConfig.from_model(network)
 
 
 def _load_pretrained(name: str) -> Any:
