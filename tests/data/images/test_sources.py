@@ -16,6 +16,7 @@ from tests.data.conftest import encoded, eval_config, noise, recipe, write_pack
 from tokamix.data import ArrayDataset, DataError, create_dataset
 from tokamix.data.images.loader import create_eval_loader, create_train_loader
 from tokamix.data.splits import split_by_class
+from tokamix.inference import imagenet_classes
 
 
 def test_digits() -> None:
@@ -313,6 +314,24 @@ def test_torchvision_with_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert data.train.labels.tolist() == [0, 1]
     assert np.array_equal(data.train[1][0], noise(3))
     assert data.val.name_of(0).endswith("test.png")
+
+
+def test_torchvisions_imagenet_has_the_classes_of_timm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision lists synonyms; the first of them are not unique."""
+    from torchvision import datasets
+
+    ids, names = zip(*imagenet_classes(1000), strict=True)
+
+    class ImageNet:
+        wnids = ids
+        classes = tuple(tuple(name.partition(" (n")[0].split(", ")) for name in names)
+
+        def __init__(self, root: Path, split: str) -> None:
+            self.samples = [(f"{split}.png", 134)]
+
+    monkeypatch.setattr(datasets, "ImageNet", ImageNet)
+    assert len({name[0] for name in ImageNet.classes}) < 1000
+    assert create_dataset(f"ImageNet:{tmp_path}").classes == names
 
 
 def test_torchvision_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
