@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
 from timm.models import save_for_hf
 
 from tokamix.inference import InferenceConfig, load_model, read_config
+from tokamix.predict.predictor import preprocess, read_image
 
 CONFIG = InferenceConfig(task="classify", class_names=("cat", "dog"))
 
@@ -49,6 +51,13 @@ def test_from_model() -> None:
     imagenet = InferenceConfig.from_model(timm.create_model("test_resnet"))
     assert imagenet.class_names[0] == "tench, Tinca tinca"
     assert len(set(imagenet.class_names)) == 1000  # two classes are called "crane"
+    cfg = {**model.pretrained_cfg, "crop_mode": "squash", "crop_pct": 1.0}
+    squashed = InferenceConfig.from_model(timm.create_model("test_resnet", pretrained_cfg=cfg))
+    assert (imagenet.crop_mode, squashed.crop_mode) == ("center", "squash")
+    photo = Image.effect_noise((300, 200), 60).convert("RGB")
+    expected = create_transform(**timm.data.resolve_data_config(pretrained_cfg=cfg))(photo)
+    shown = preprocess(read_image(photo, squashed), squashed, torch.device("cpu"))
+    torch.testing.assert_close(shown, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +65,7 @@ def test_from_model() -> None:
     [
         ({"image_size": 0}, "image_size is 0, but must be a number of pixels from 1 on"),
         ({"image_size": 2.5}, r"image_size is 2\.5, but must be a number of pixels"),
+        ({"crop_mode": "fit"}, "crop_mode is 'fit', but must be center or squash"),
         ({"crop_pct": 0}, "crop_pct is 0, but must be above 0 and at most 1"),
         ({"std": (1.0,)}, "mean has 3 values, but std has 1; give one per channel"),
         ({"score_threshold": 2}, "score_threshold is 2, but must be from 0 to 1"),

@@ -180,11 +180,12 @@ def preprocess(image: Tensor, config: InferenceConfig, device: torch.device) -> 
     if config.task != "classify":
         image = eval_transform(image, config)
     elif config.in_chans in (1, 3):
-        transform = create_eval_transform(config.image_size, config.crop_pct, config.interpolation)
+        transform = create_eval_transform(config.image_size, config.crop_pct, config.interpolation, config.crop_mode)
         image = torch.as_tensor(transform(to_pil_image(convert_channels(image[None], config.in_chans)[0])))
     else:
         image = convert_channels(image[None], config.in_chans)
-        image = resize_and_crop(image, config.image_size, config.crop_pct, config.interpolation)[0]
+        shape = (config.image_size, config.crop_pct, config.interpolation, config.crop_mode)
+        image = resize_and_crop(image, *shape)[0]
     mean, std = (torch.tensor(v, device=device)[:, None, None] for v in (config.mean, config.std))
     return (image.to(device).float() / 255 - mean) / std
 
