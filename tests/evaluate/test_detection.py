@@ -339,6 +339,23 @@ def test_splits_are_joined() -> None:
     assert len(JoinedAnnotations(parts).coco_dict()["images"]) == 5
 
 
+def test_joined_splits_have_the_categories_of_all(tmp_path: Path) -> None:
+    """Objects of a category that only the training file lists count, too."""
+    training = [annotation(1, 10, [3, 4, 10, 8], 7), annotation(2, 11, [3, 4, 10, 8], 3)]
+    write_coco(tmp_path, "train", content(2, training))
+    write_coco(tmp_path, "val", content(1, [annotation(1, 10, [3, 4, 10, 8], 3)], categories=CATEGORIES[:1]))
+    data = create_dataset(str(tmp_path), "detect")
+    joined = JoinedAnnotations([data.train, data.val])
+    assert [entry["id"] for entry in joined.coco_dict()["categories"]] == [3, 7, 90]
+    metric = CocoAP(joined)
+    samples = [data.train.sample(0), data.train.sample(1), data.val.sample(0)]
+    for i, sample in enumerate(samples):
+        metric.update(
+            i, {"boxes": sample.boxes, "labels": torch.zeros(1).long(), "scores": torch.tensor([1.0 - i / 9])}
+        )
+    assert metric.compute()["box_ar"] == pytest.approx(50)  # no dog is found
+
+
 def test_skipped_images_do_not_count(tmp_path: Path) -> None:
     """Objects in an image that cannot be decoded are not missed; mIoU and accuracy leave such images out, too."""
     for part in ("train", "val"):

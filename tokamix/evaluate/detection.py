@@ -44,13 +44,15 @@ class JoinedAnnotations:
         """All annotations in COCO's format."""
         images: list[dict[str, Any]] = []
         annotations: list[dict[str, Any]] = []
+        categories: dict[int, dict[str, Any]] = {}  # the validation file may list fewer
         for part in self.parts:
             content = part.coco_dict()
+            categories |= {entry["id"]: entry for entry in content["categories"]}
             ids = {part.image_id(i): len(images) + i for i in range(len(part))}
             images += [entry | {"id": ids[entry["id"]]} for entry in content["images"]]
             for entry in content["annotations"]:
                 annotations.append(entry | {"id": len(annotations) + 1, "image_id": ids[entry["image_id"]]})
-        return {"images": images, "annotations": annotations, "categories": content["categories"]}
+        return {"images": images, "annotations": annotations, "categories": list(categories.values())}
 
 
 @torch.no_grad()
