@@ -1,15 +1,19 @@
 """`InferenceConfig` and `load_model`: preprocessing, class names, validation, every kind of source."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import timm
 import torch
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
 from timm.models import save_for_hf
 
 from tokamix.inference import InferenceConfig, load_model, read_config
+from tokamix.predict.predictor import preprocess, read_image
 
 CONFIG = InferenceConfig(task="classify", class_names=("cat", "dog"))
 
@@ -47,6 +51,13 @@ def test_from_model() -> None:
     imagenet = InferenceConfig.from_model(timm.create_model("test_resnet"))
     assert imagenet.class_names[0] == "tench, Tinca tinca"
     assert len(set(imagenet.class_names)) == 1000  # two classes are called "crane"
+    cfg = {**model.pretrained_cfg, "crop_mode": "squash", "crop_pct": 1.0}
+    squashed = InferenceConfig.from_model(timm.create_model("test_resnet", pretrained_cfg=cfg))
+    assert (imagenet.crop_mode, squashed.crop_mode) == ("center", "squash")
+    photo = Image.effect_noise((300, 200), 60).convert("RGB")
+    expected = create_transform(**timm.data.resolve_data_config(pretrained_cfg=cfg))(photo)
+    shown = preprocess(read_image(photo, squashed), squashed, torch.device("cpu"))
+    torch.testing.assert_close(shown, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +65,7 @@ def test_from_model() -> None:
     [
         ({"image_size": 0}, "image_size is 0, but must be a number of pixels from 1 on"),
         ({"image_size": 2.5}, r"image_size is 2\.5, but must be a number of pixels"),
+        ({"crop_mode": "fit"}, "crop_mode is 'fit', but must be center or squash"),
         ({"crop_pct": 0}, "crop_pct is 0, but must be above 0 and at most 1"),
         ({"std": (1.0,)}, "mean has 3 values, but std has 1; give one per channel"),
         ({"score_threshold": 2}, "score_threshold is 2, but must be from 0 to 1"),
@@ -108,3 +120,13 @@ def test_a_checkpoint_of_a_different_model(classifier_run: Path, segmenter_run: 
     (tmp_path / "model.safetensors").write_bytes((classifier_run / "model.safetensors").read_bytes())
     with pytest.raises(ValueError, match=r"has no weights for .* parameters, such as"):
         load_model(tmp_path)
+
+
+def test_weights_for_a_different_number_of_classes(classifier_run: Path, tmp_path: Path) -> None:
+    """A classifier with random weights is no trained model."""
+    shutil.copy(classifier_run / "config.json", tmp_path)
+    weights = load_file(classifier_run / "model.safetensors")
+    weights |= {name: torch.cat([weights[name]] * 2) for name in ("head.weight", "head.bias")}
+    save_file(weights, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match=r"other\.safetensors was not trained for 4 classes: its classifier has a"):
+        load_model(tmp_path / "other.safetensors")

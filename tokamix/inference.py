@@ -37,7 +37,8 @@ Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar")
 SEGMENT_ONLY = ("window", "window_stride", "test_scales", "test_flip")
-CLASSIFY_ONLY = ("image_size", "crop_pct")
+CLASSIFY_ONLY = ("image_size", "crop_pct", "crop_mode")
+CROP_MODES = ("center", "squash")
 UNKNOWN = "unknown"  # construction of a module that cannot be created again from config.json
 # changes of an existing model that config.json can name
 
@@ -54,6 +55,7 @@ class InferenceConfig:
         interpolation: how images are resized.
         image_size: side of a classifier's images in pixels.
         crop_pct: fraction of the resized image that the centre crop of a classifier keeps.
+        crop_mode: "center" resizes the short side before the crop, "squash" both sides, as timm does.
         scale: (long, short): a segmenter's or detector's images are resized to fit into it; None: their own size.
         window: side of a segmenter's sliding window; None: the whole image at once.
         window_stride: from one window to the next; None: two thirds of `window`.
@@ -70,6 +72,7 @@ class InferenceConfig:
     interpolation: str = "bicubic"
     image_size: int = 224
     crop_pct: float = 0.875
+    crop_mode: str = "center"
     scale: tuple[int, int] | None = None
     window: int | None = None
     window_stride: int | None = None
@@ -99,6 +102,8 @@ class InferenceConfig:
                 raise ValueError(f"{key} is {value!r}, but must be a number of pixels from 1 on")
         if not 0 < self.crop_pct <= 1:
             raise ValueError(f"crop_pct is {self.crop_pct}, but must be above 0 and at most 1")
+        if self.crop_mode not in CROP_MODES:
+            raise ValueError(f"crop_mode is {self.crop_mode!r}, but must be {' or '.join(CROP_MODES)}")
         if not 0 <= self.score_threshold <= 1:
             raise ValueError(f"score_threshold is {self.score_threshold}, but must be from 0 to 1")
         if self.scale is not None and (len(self.scale) != 2 or min(self.scale) < 1):
@@ -338,7 +343,7 @@ def _load_folder(path: Path) -> tuple[Any, InferenceConfig]:
                 f" yourself and load its weights with tokamix.load_checkpoint(module, {str(folder)!r})"
             )
         network = create_saved_classifier(values)
-        load_checkpoint(network, weights)
+        _load_weights(network, weights, read_checkpoint(weights))
     return network.eval(), config
 
 
@@ -371,16 +376,20 @@ def _load_file(path: Path, name: str, num_classes: int | None) -> tuple[Any, Inf
     network = create_model(name, **arguments)
     checkpoint = read_checkpoint(path)
     try:
-        report = load_checkpoint(network, checkpoint)
+        _load_weights(network, path, checkpoint)
     except MismatchError as error:
         saved = checkpoint.get("arch")  # timm's training script stores it
         trained = f"it was saved by {saved}: " if isinstance(saved, str) and saved != name else ""
         raise ValueError(f"{path}: {error.differences}; {trained}name the model of the file with --model") from None
-    if report.fresh:
+    return network.eval(), InferenceConfig.from_model(network)
+
+
+def _load_weights(network: Any, path: Path, checkpoint: Mapping[str, Any]) -> None:
+    """Load the checkpoint read from a path, which must have a classifier with the network's number of classes."""
+    if load_checkpoint(network, checkpoint).fresh:
         raise ValueError(
             f"{path} was not trained for {network.num_classes} classes: its classifier has a different number"
         )
-    return network.eval(), InferenceConfig.from_model(network)
 
 
 def _load_pretrained(name: str) -> Any:
@@ -409,6 +418,7 @@ def _preprocessing(cfg: Mapping[str, Any], in_chans: int | None = None) -> dict[
         for values in (data["mean"], data["std"])
     )
     size = {"image_size": data["input_size"][-1], "crop_pct": data["crop_pct"]}
+    size["crop_mode"] = data["crop_mode"] if data["crop_mode"] in CROP_MODES else "center"
     return {"mean": mean, "std": std, "interpolation": data["interpolation"], **size}
 
 

@@ -111,6 +111,14 @@ def test_shards_of_tar_files_and_packs(classifier_run: Path, tmp_path: Path) -> 
     assert val.sizes == [2]
 
 
+def test_a_photo_of_16_bits(classifier_run: Path, photos: Path, tmp_path: Path) -> None:
+    """The same as an image and as a file."""
+    index = embed(classifier_run, photos, tmp_path / "index", device="cpu")
+    photo = Image.fromarray(np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000)
+    photo.save(tmp_path / "deep.png")
+    assert find_neighbours(photo, index, device="cpu") == find_neighbours(tmp_path / "deep.png", index, device="cpu")
+
+
 def test_splits_with_the_same_names() -> None:
     """Arrays call their images by number in each split; the sheet shows the right ones."""
     splits = create_dataset("digits")

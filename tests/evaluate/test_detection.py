@@ -321,6 +321,12 @@ class GroundTruth(torch.nn.Module):
         return [{k: getattr(s, k) for k in fields} | {"scores": torch.ones(len(s.labels))} for s in samples]
 
 
+class Parts(list):
+    """Samples as a data set."""
+
+    sample = list.__getitem__
+
+
 def test_splits_are_joined() -> None:
     """Images of both splits are matched with their own annotations, although their ids are the same."""
     data = tiny_scenes("detect", train=3, val=2)
@@ -331,3 +337,40 @@ def test_splits_are_joined() -> None:
     result = measure_ap(GroundTruth(parts), loader, JoinedAnnotations(parts))
     assert result["box_ap"] == result["mask_ap"] == pytest.approx(100)
     assert len(JoinedAnnotations(parts).coco_dict()["images"]) == 5
+
+
+def test_joined_splits_have_the_categories_of_all(tmp_path: Path) -> None:
+    """Objects of a category that only the training file lists count, too."""
+    training = [annotation(1, 10, [3, 4, 10, 8], 7), annotation(2, 11, [3, 4, 10, 8], 3)]
+    write_coco(tmp_path, "train", content(2, training))
+    write_coco(tmp_path, "val", content(1, [annotation(1, 10, [3, 4, 10, 8], 3)], categories=CATEGORIES[:1]))
+    data = create_dataset(str(tmp_path), "detect")
+    joined = JoinedAnnotations([data.train, data.val])
+    assert [entry["id"] for entry in joined.coco_dict()["categories"]] == [3, 7, 90]
+    metric = CocoAP(joined)
+    samples = [data.train.sample(0), data.train.sample(1), data.val.sample(0)]
+    for i, sample in enumerate(samples):
+        metric.update(
+            i, {"boxes": sample.boxes, "labels": torch.zeros(1).long(), "scores": torch.tensor([1.0 - i / 9])}
+        )
+    assert metric.compute()["box_ar"] == pytest.approx(50)  # no dog is found
+
+
+def test_skipped_images_do_not_count(tmp_path: Path) -> None:
+    """Objects in an image that cannot be decoded are not missed; mIoU and accuracy leave such images out, too."""
+    for part in ("train", "val"):
+        write_coco(tmp_path, part, content(3, [annotation(i, 9 + i, [3, 4, 10, 8]) for i in (1, 2)]))
+    data = create_dataset(str(tmp_path), "detect").val
+    Path(data.name_of(1)).write_bytes(b"")
+    config = InferenceConfig(task="detect", class_names=data.classes)
+    loader = create_eval_loader(data, config, batch_size=1, corrupt="skip")
+    kept = Parts([data.sample(0), data.sample(2)])
+    result = measure_ap(GroundTruth([kept]), loader, data)
+    assert list(loader.skipped) == [data.name_of(1)]
+    assert [result[name] for name in ("box_ap", "box_ar", "mask_ap")] == pytest.approx([100] * 3)
+    Path(data.name_of(0)).write_bytes(b"")
+    with pytest.raises(DataError, match="no image that was evaluated has an annotation that counts"):
+        measure_ap(GroundTruth([Parts([kept.sample(1)])]), loader, data)
+    Path(data.name_of(2)).write_bytes(b"")
+    with pytest.raises(DataError, match="no image that was evaluated has an annotation that counts"):
+        measure_ap(GroundTruth([]), loader, data)

@@ -12,7 +12,7 @@ import torch
 from tests.command import call
 from tests.train.tiny import tiny_data
 from tests.train.tiny_dense import tiny_scenes
-from tokamix.data import ArrayDataset, DatasetSplits
+from tokamix.data import ArrayDataset, DataError, DatasetSplits
 from tokamix.evaluate import evaluate
 from tokamix.evaluate.classes import SelectClasses, match_classes
 from tokamix.inference import InferenceConfig, imagenet_classes
@@ -188,6 +188,15 @@ def test_command(classifier_run: Path, segmenter_run: Path, image_folder: Path, 
     assert "mIoU" in out
     assert "IoU of background" in out
     assert "reports are for classifiers" in call("eval", segmenter_run, *shapes, "--report", tmp_path, code=1)
+
+
+def test_no_image_can_be_decoded(classifier_run: Path, tmp_path: Path) -> None:
+    for name in tiny_data().classes:
+        for part in ("train", "val"):
+            (tmp_path / part / name).mkdir(parents=True)
+            (tmp_path / part / name / "a.png").write_bytes(b"")
+    with pytest.raises(DataError, match="there are no images to measure: none could be decoded"):
+        evaluate(classifier_run, tmp_path, device="cpu", corrupt="skip")
 
 
 WRONG = {

@@ -85,6 +85,14 @@ def test_the_most_confident_mistakes_are_shown(tmp_path: Path, monkeypatch: pyte
         assert texts[2] == f"confidence {percent:.0f} %"
 
 
+def test_mistakes_of_equal_confidence(tmp_path: Path) -> None:
+    """Confidences saturate at 1; more than a sheet of them, after less confident ones, are no error."""
+    confidence = torch.cat([torch.linspace(0.5, 1, MISTAKES), torch.full((40,), 50.0)])
+    count = len(confidence)
+    write_report(tmp_path, *setup([0] * count, [1] * count, confidence, ["cat", "dog"]))
+    assert read(tmp_path / "per_class.csv")[1] == ["cat", str(count), "0", "0.00"]
+
+
 @pytest.mark.parametrize("classes", [1, 30, 130])
 def test_any_number_of_classes(tmp_path: Path, classes: int) -> None:
     names = [f"class {i} with a name that is longer than a tick label" for i in range(classes)]

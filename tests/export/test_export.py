@@ -26,6 +26,7 @@ from tokamix.export.triton import check_triton_path, write_triton_config
 from tokamix.inference import InferenceConfig, load_model
 from tokamix.ops import dispatch
 from tokamix.predict import load_predictor
+from tokamix.predict.predictor import preprocess, read_image
 from tokamix.runtimes import first_reason, load_exported
 
 pytestmark = pytest.mark.xdist_group("export")
@@ -175,6 +176,18 @@ def test_light_runtime_takes_grey_images(photo: Path, tmp_path: Path) -> None:
         path = export(model, tmp_path / "m.onnx", config=config, preprocessing=preprocessing).path
         expected = load_predictor(path, "cpu")(photo)
         np.testing.assert_allclose(OnnxPredictor(path)(photo).scores, expected.scores, rtol=1e-3)
+
+
+def test_light_runtime_squashes_images(photo: Path, tmp_path: Path) -> None:
+    for crop_pct in (1.0, 0.8):
+        config = CONFIG.replace(crop_mode="squash", crop_pct=crop_pct)
+        path = export(Small().eval(), tmp_path / "m.onnx", config=config).path
+        light_predictor = OnnxPredictor(path)
+        pixels = light_predictor._crop(Image.open(photo))
+        expected = preprocess(
+            read_image(photo, config), config.replace(mean=(0,) * 3, std=(1,) * 3), torch.device("cpu")
+        )
+        np.testing.assert_allclose(pixels.transpose(2, 0, 1) / 255, expected, atol=1e-6)
 
 
 def test_preprocessing_inside(tmp_path: Path) -> None:

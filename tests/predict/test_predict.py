@@ -18,6 +18,7 @@ from pycocotools.coco import COCO
 from tests.command import call
 from tests.train.tiny import tiny_data
 from tests.train.tiny_dense import tiny_scenes
+from tokamix.data import DataError
 from tokamix.data.annotated.loader import create_eval_loader as create_annotated_loader
 from tokamix.data.images.datasets import FileDataset
 from tokamix.data.images.loader import create_eval_loader
@@ -261,6 +262,19 @@ def test_exif_rotation(segmenter_run: Path, classifier_run: Path, tmp_path: Path
         assert torch.equal(read_image(tmp_path / name, plain).permute(1, 2, 0), torch.from_numpy(pixels))
     Image.fromarray(pixels).convert("RGBA").save(tmp_path / "c.png", exif=exif)
     assert read_image(tmp_path / "c.png", dense).shape == (3, 3, 2)
+
+
+def test_modes_of_pillow(segmenter_run: Path, classifier_run: Path, tmp_path: Path) -> None:
+    """16 bits are scaled, not clipped, and transparent parts are white, in an image as in its file."""
+    deep = Image.fromarray(np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000)
+    transparent = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
+    for config in (InferenceConfig.load(run) for run in (segmenter_run, classifier_run)):
+        for image, mean in ((deep, 122.56), (transparent, 255)):
+            image.save(tmp_path / "a.png")
+            assert torch.equal(read_image(image, config), read_image(tmp_path / "a.png", config))
+            assert read_image(image, config).float().mean() == pytest.approx(mean, abs=0.01)
+        with pytest.raises(DataError, match=r"^an image has floating-point pixels, whose range is unknown"):
+            read_image(Image.new("F", (8, 8)), config)
 
 
 def test_names_do_not_collide(segmenter_run: Path, folder: Path, tmp_path: Path) -> None:

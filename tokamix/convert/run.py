@@ -324,6 +324,7 @@ class _Bench:
             mean=config.mean,
             std=config.std,
             crop_pct=config.crop_pct,
+            crop_mode=config.crop_mode,
         )
         with closing(loader.epoch(0)) as batches:  # type: ignore[type-var]
             for _ in range(min(len(loader), -(-count // size))):

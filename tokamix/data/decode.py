@@ -80,10 +80,10 @@ def decode_image(
                 image.draft(None, (min_size, min_size))
             image.load()
             if orient is False:
-                return _to_rgb(image)
-            return _to_rgb(apply_exif_orientation(image, None if orient is True else orient))
-    except DataError as error:
-        raise DataError(f"{name} {error}") from None
+                return convert_to_rgb(image, name)
+            return convert_to_rgb(apply_exif_orientation(image, None if orient is True else orient), name)
+    except DataError:
+        raise
     except FileNotFoundError:
         raise DataError(f"{name} does not exist") from None
     except PermissionError:
@@ -125,6 +125,23 @@ def apply_exif_orientation(image: Image.Image, size: Size | None = None) -> Imag
     return oriented if size in (None, (oriented.height, oriented.width)) else image
 
 
+def convert_to_rgb(image: Image.Image, name: str = "an image") -> Image.Image:
+    """Convert an image of any mode to 8-bit RGB, see `decode_image`; errors begin with `name`."""
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode == "F":
+        raise DataError(f"{name} has floating-point pixels, whose range is unknown; save it with 8 or 16 bits")
+    if image.mode.startswith("I"):  # 16 bits, which Pillow would clip to white
+        pixels = np.asarray(image).astype(np.int64)
+        if pixels.min() < 0 or pixels.max() > 65535:
+            raise DataError(f"{name} has pixels from {pixels.min()} to {pixels.max()}; save it with 8 or 16 bits")
+        return Image.fromarray((pixels >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        layer = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
+    return image.convert("RGB")
+
+
 def read_lines(path: Path) -> list[str]:
     """The lines of a text file that are not empty."""
     try:
@@ -143,19 +160,3 @@ def _open(source: Path | bytes) -> Image.Image:
         return Image.open(source)
     formats = next((formats for magic, formats in MAGIC.items() if source.startswith(magic)), None)
     return Image.open(io.BytesIO(source), formats=formats)
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "RGB" and "transparency" not in image.info:
-        return image
-    if image.mode == "F":
-        raise DataError("has floating-point pixels, whose range is unknown; save it with 8 or 16 bits")
-    if image.mode.startswith("I"):  # 16 bits, which Pillow would clip to white
-        pixels = np.asarray(image).astype(np.int64)
-        if pixels.min() < 0 or pixels.max() > 65535:
-            raise DataError(f"has pixels from {pixels.min()} to {pixels.max()}; save it with 8 or 16 bits")
-        return Image.fromarray((pixels >> 8).astype(np.uint8)).convert("RGB")
-    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-        layer = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
-    return image.convert("RGB")

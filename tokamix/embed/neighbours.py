@@ -11,6 +11,7 @@ from torch import nn
 from torchvision.transforms.functional import to_pil_image
 
 from tokamix.data import ImageStream, decode_image
+from tokamix.data.decode import convert_to_rgb
 from tokamix.data.images.transforms import create_eval_transform
 from tokamix.embed.features import FeatureExtractor
 from tokamix.embed.index import FeatureIndex, fingerprint
@@ -58,8 +59,8 @@ def find_neighbours(
             " its weights differ; make the index again, or name the model that made it (--source)"
         )
     config = InferenceConfig.from_dict(settings["inference"])
-    image = photo if isinstance(photo, Image.Image) else decode_image(Path(photo))
-    transform = create_eval_transform(config.image_size, config.crop_pct, config.interpolation)
+    image = convert_to_rgb(photo) if isinstance(photo, Image.Image) else decode_image(Path(photo))
+    transform = create_eval_transform(config.image_size, config.crop_pct, config.interpolation, config.crop_mode)
     pixels = torch.as_tensor(transform(image.convert("L" if config.in_chans == 1 else "RGB"))).float() / 255
     mean, std = (torch.tensor(values)[:, None, None] for values in (config.mean, config.std))
     extractor = FeatureExtractor(network, settings["pool"], settings["layer"]).to(where)

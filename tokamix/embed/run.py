@@ -250,7 +250,7 @@ def _create_loader(
 ) -> NamedLoader:
     common = (len(part), batch_size, 0, 1, False)
     order: BatchOrder = StreamOrder(*common, stream=part) if isinstance(part, ImageStream) else IndexOrder(*common)
-    transform = create_eval_transform(config.image_size, config.crop_pct, config.interpolation)
+    transform = create_eval_transform(config.image_size, config.crop_pct, config.interpolation, config.crop_mode)
     reader = NamedReader(part, order, transform, config.image_size, config.in_chans)
     return NamedLoader(reader, device, config.mean, config.std, workers, corrupt)
 

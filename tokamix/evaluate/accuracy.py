@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from tokamix.data import Loader
+from tokamix.data import DataError, Loader
 from tokamix.inference import evaluation_mode
 
 
@@ -35,6 +35,8 @@ def measure_accuracy(model: nn.Module, loader: Loader, batch_size: int | None = 
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(totals)
     top1, top5, loss_sum, n = totals.tolist()
+    if not n:
+        raise DataError("there are no images to measure: none could be decoded")
     return {"top1": 100 * top1 / n, "top5": 100 * top5 / n, "loss": loss_sum / n}
 
 

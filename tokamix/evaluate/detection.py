@@ -44,13 +44,15 @@ class JoinedAnnotations:
         """All annotations in COCO's format."""
         images: list[dict[str, Any]] = []
         annotations: list[dict[str, Any]] = []
+        categories: dict[int, dict[str, Any]] = {}  # the validation file may list fewer
         for part in self.parts:
             content = part.coco_dict()
+            categories |= {entry["id"]: entry for entry in content["categories"]}
             ids = {part.image_id(i): len(images) + i for i in range(len(part))}
             images += [entry | {"id": ids[entry["id"]]} for entry in content["images"]]
             for entry in content["annotations"]:
                 annotations.append(entry | {"id": len(annotations) + 1, "image_id": ids[entry["image_id"]]})
-        return {"images": images, "annotations": annotations, "categories": content["categories"]}
+        return {"images": images, "annotations": annotations, "categories": list(categories.values())}
 
 
 @torch.no_grad()
@@ -63,7 +65,7 @@ def measure_ap(model: Any, loader: Any, dataset: AnnotatedDataset | JoinedAnnota
                 sizes = [targets[i]["size"] for i in group]
                 for i, detections in zip(group, model([images[i] for i in group], sizes=sizes), strict=True):
                     metric.update(targets[i]["index"], detections)
-    return metric.compute()
+    return metric.compute(seen_only=True)  # images that could not be decoded do not count
 
 
 def check_detection(dataset: AnnotatedDataset | JoinedAnnotations, masks: bool) -> None:
@@ -119,19 +121,23 @@ class CocoAP:
             masks = compress_masks(detections["masks"])
         self.detections[index] = _Detections(boxes, labels, scores, masks)
 
-    def compute(self) -> dict[str, float]:
+    def compute(self, seen_only: bool = False) -> dict[str, float]:
         """Return `box_ap`, `box_ap50`, `box_ap75`, `box_ap_small`, `_medium`, `_large`, `box_ar`, and `mask_` likewise.
 
         All are in percent. The AP of a size class without annotations is left out.
+
+        Args:
+            seen_only: leave out images for which `update` was not called; otherwise they count as without detections.
         """
         if not (dist.is_initialized() and dist.get_world_size() > 1):
-            return self._compute(self.detections)
+            return self._compute(self.detections, seen_only)
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, self.detections)
         result: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
-                result = [self._compute({index: entry for part in parts for index, entry in part.items()})]
+                seen = {index: entry for part in parts for index, entry in part.items()}
+                result = [self._compute(seen, seen_only)]
             except Exception as error:  # broadcast it: the other ranks would wait for ever
                 result = [error]
         dist.broadcast_object_list(result)
@@ -151,7 +157,7 @@ class CocoAP:
                 rows.append(row | ({"bbox": boxes[n].tolist()} if kind == "bbox" else {"segmentation": masks[n]}))  # type: ignore[index]
         return rows
 
-    def _compute(self, detections: dict[int, _Detections]) -> dict[str, float]:
+    def _compute(self, detections: dict[int, _Detections], seen_only: bool) -> dict[str, float]:
         coco_class, evaluation_class = _import_tools()
         result: dict[str, float] = {}
         with contextlib.redirect_stdout(io.StringIO()):
@@ -162,11 +168,15 @@ class CocoAP:
             for kind, name in (("bbox", "box"), ("segm", "mask"))[: 1 + self.masks]:
                 results = _load_results(coco_class, ground_truth, self._results(detections, kind))
                 evaluation = evaluation_class(ground_truth, results, kind)
+                if seen_only:
+                    evaluation.params.imgIds = sorted(map(self.dataset.image_id, detections))
                 evaluation.evaluate()
                 evaluation.accumulate()
                 evaluation.summarize()
                 stats = {f"{name}_{key}": float(evaluation.stats[i]) for key, i in STATS.items()}
                 result |= {key: 100 * value for key, value in stats.items() if value > -1}
+        if not result:
+            raise DataError("no image that was evaluated has an annotation that counts")
         return result
 
     def _check_sizes(self, detections: dict[int, _Detections], images: list[dict[str, Any]]) -> None:

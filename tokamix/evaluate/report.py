@@ -8,6 +8,7 @@ mistakes.png                 the wrong predictions with the highest confidence
 import csv
 import heapq
 import io
+import itertools
 import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -49,6 +50,7 @@ def write_report(
     folder, count = Path(folder), config.num_classes
     confusion = torch.zeros(count, count, dtype=torch.int64)
     mistakes: list[tuple[float, int, Tensor, int, int]] = []  # a heap: the least confident first
+    numbers = itertools.count(step=-1)  # break ties of confidence; tensors cannot be compared
     with evaluation_mode(model):
         for images, labels in data.epoch(0):
             confidence, predicted = model(images).float().softmax(1).max(1)
@@ -56,7 +58,7 @@ def write_report(
             confusion += torch.bincount(pairs, minlength=count * count).view(count, count)
             for i in (labels != predicted).nonzero().flatten().tolist():
                 if len(mistakes) < MISTAKES or confidence[i] > mistakes[0][0]:
-                    entry = (float(confidence[i]), -len(mistakes), images[i].cpu(), int(labels[i]), int(predicted[i]))
+                    entry = (float(confidence[i]), next(numbers), images[i].cpu(), int(labels[i]), int(predicted[i]))
                     (heapq.heappush if len(mistakes) < MISTAKES else heapq.heapreplace)(mistakes, entry)
     names = config.class_names
     written = [folder / "confusion_matrix.csv", folder / "per_class.csv"]

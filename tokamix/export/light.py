@@ -138,6 +138,8 @@ class OnnxPredictor:
         size = self.config["image_size"]
         short = math.floor(size / self.config["crop_pct"])
         width, height = (int(short * side / min(picture.size)) for side in picture.size)
+        if self.config.get("crop_mode") == "squash":  # not in files of earlier versions
+            width = height = short
         resized = picture.resize((width, height), FILTERS[self.config["interpolation"]])
         left, top = round((width - size) / 2), round((height - size) / 2)
         return np.asarray(resized.crop((left, top, left + size, top + size)))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from tokamix.data.annotated.transforms import eval_transform
-from tokamix.data.decode import DataError, apply_exif_orientation, decode_image, read_oriented_image
+from tokamix.data.decode import DataError, apply_exif_orientation, convert_to_rgb, decode_image, read_oriented_image
 from tokamix.data.images.transforms import convert_channels, create_eval_transform, resize_and_crop
 from tokamix.dense.sliding_window import predict_classes
 from tokamix.inference import (
@@ -180,11 +180,12 @@ def preprocess(image: Tensor, config: InferenceConfig, device: torch.device) -> 
     if config.task != "classify":
         image = eval_transform(image, config)
     elif config.in_chans in (1, 3):
-        transform = create_eval_transform(config.image_size, config.crop_pct, config.interpolation)
+        transform = create_eval_transform(config.image_size, config.crop_pct, config.interpolation, config.crop_mode)
         image = torch.as_tensor(transform(to_pil_image(convert_channels(image[None], config.in_chans)[0])))
     else:
         image = convert_channels(image[None], config.in_chans)
-        image = resize_and_crop(image, config.image_size, config.crop_pct, config.interpolation)[0]
+        shape = (config.image_size, config.crop_pct, config.interpolation, config.crop_mode)
+        image = resize_and_crop(image, *shape)[0]
     mean, std = (torch.tensor(v, device=device)[:, None, None] for v in (config.mean, config.std))
     return (image.to(device).float() / 255 - mean) / std
 
@@ -213,7 +214,7 @@ def read_image(image: ImageLike, config: InferenceConfig) -> Tensor:
     """
     dense = config.task != "classify"
     if isinstance(image, Image.Image):
-        return pil_to_tensor((apply_exif_orientation(image) if dense else image).convert("RGB"))
+        return pil_to_tensor(convert_to_rgb(apply_exif_orientation(image) if dense else image))
     if isinstance(image, np.ndarray):
         if image.ndim not in (2, 3):
             raise ValueError(f"an array of an image is (H, W) or (H, W, channels), got {image.shape}")

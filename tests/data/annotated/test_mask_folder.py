@@ -127,6 +127,22 @@ def test_values_out_of_range(folder: Path) -> None:
         data.train.sample(0)
 
 
+@pytest.mark.parametrize("value", [np.int32(-1), np.int32(-3), np.float32(0.5)])
+def test_values_that_are_no_class(folder: Path, value: np.generic) -> None:
+    """As 8 bits, -3 would be class 253, and 0.5 class 0."""
+    (folder / "masks/val/p.png").unlink()
+    Image.fromarray(np.full((8, 12), value)).save(folder / "masks/val/p.tif")
+    with pytest.raises(DataError, match=rf"p\.tif has the value {value}, but the 2 classes are 0 to 1"):
+        create_dataset(str(folder), "segment").val.sample(0)
+
+
+def test_masks_of_the_same_name(folder: Path) -> None:
+    """Such as a coloured preview beside a mask: which one would be used depended on the file system."""
+    noise(0).save(folder / "masks/val/p.jpg")
+    with pytest.raises(DataError, match=r"masks/val/p\.jpg and p\.png have the same name, by which masks are found"):
+        create_dataset(str(folder), "segment")
+
+
 def test_masks_of_another_size(folder: Path) -> None:
     Image.fromarray(blocks(0, 1)).save(folder / "masks/val/qq.png")
     data = create_dataset(str(folder), "segment")

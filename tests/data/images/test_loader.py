@@ -187,6 +187,24 @@ def test_images_that_are_not_square() -> None:
     torch.testing.assert_close(shown, images[..., 9:21].float(), rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("crop", [1.0, 0.8])
+def test_squashed_images(crop: float) -> None:
+    """timm's other way to make images square; without augmentation, training does the same."""
+    ramp = torch.arange(30) * 5.0
+    images = (ramp[:20, None] + ramp + torch.arange(3.0)[:, None, None] * 4).byte().repeat(8, 1, 1, 1)
+    data = ArrayDataset(images, [0] * 8, ("a",))
+    transform = create_transform(16, interpolation="bicubic", crop_pct=crop, crop_mode="squash")
+    expected = transform(to_pil_image(images[0])).expand(8, -1, -1, -1)
+    config = eval_config(crop_pct=crop, crop_mode="squash", interpolation="bicubic")
+    plain = recipe(crop_scale=None, hflip=0.0, augment=None, color_jitter=None, interpolation="bicubic")
+    for resident, tolerance in ((None, 0.04), (False, 1e-5)):
+        loader = create_eval_loader(data, config, batch_size=8, resident=resident)
+        torch.testing.assert_close(next(loader.epoch(0))[0], expected, rtol=0, atol=tolerance)
+        crops = {"crop_pct": crop, "crop_mode": "squash"}
+        ((trained, _),) = batches(data, plain, **crops, resident=resident)
+        torch.testing.assert_close(trained, expected, rtol=0, atol=tolerance)
+
+
 def test_channels(dataset: ImageDataset) -> None:
     assert batches(dataset, recipe(), in_chans=1)[0][0].shape == (8, 1, 16, 16)
     digits = create_dataset("digits").train

@@ -16,6 +16,7 @@ from tests.data.conftest import encoded, eval_config, noise, recipe, write_pack
 from tokamix.data import ArrayDataset, DataError, create_dataset
 from tokamix.data.images.loader import create_eval_loader, create_train_loader
 from tokamix.data.splits import split_by_class
+from tokamix.inference import imagenet_classes
 
 
 def test_digits() -> None:
@@ -134,6 +135,19 @@ def test_errors_of_folders(folder: Path, tmp_path: Path) -> None:
         create_dataset(str(tmp_path / "half"))
 
 
+def test_validation_folders_are_not_classes(folder: Path) -> None:
+    (folder / "train").rename(folder / "test")
+    (folder / ".cache").mkdir()
+    for left in (r"val/", r"test/"):
+        with pytest.raises(DataError, match=rf"has {left}, but no train/; add one, or use .*{left[:-1]} \(to evaluate"):
+            create_dataset(folder)
+        shutil.rmtree(folder / "val", ignore_errors=True)
+    (folder / "test").rename(folder / "valid")  # a class beside this one
+    (folder / "invalid").mkdir()
+    noise(0).save(folder / "invalid" / "x.png")
+    assert create_dataset(folder).classes == ("invalid", "valid")
+
+
 def test_packs(tmp_path: Path) -> None:
     originals = [noise(i, 24, 20) for i in range(10)]
     a = write_pack(tmp_path / "a.npz", [encoded(p) for p in originals[:4]], [0, 1, 0, 1])
@@ -150,6 +164,20 @@ def test_packs(tmp_path: Path) -> None:
     assert len(data.val) == 3
     split = create_dataset(str(a))
     assert (len(split.train), len(split.val)) == (2, 2)
+
+
+def test_classes_in_a_different_order(tmp_path: Path) -> None:
+    """The labels of packs are numbers, which would mean different classes in training and validation."""
+    images = [encoded(noise(i)) for i in range(4)]
+    train = write_pack(tmp_path / "a.npz", images, [0, 1, 0, 1], ("cat", "dog"))
+    for i, classes in enumerate((("dog", "cat"), ("cat", "horse"))):
+        val = write_pack(tmp_path / "a_val.npz", images, [0, 1, 0, 1], classes)
+        with pytest.raises(
+            DataError, match=rf"class {i} of .* is '{('cat', 'dog')[i]}' for training, but '{classes[i]}'"
+        ):
+            create_dataset(f"{train},{val}")
+    val = write_pack(tmp_path / "a_val.npz", images, [0] * 4, ("cat",))
+    assert create_dataset(f"{train},{val}").classes == ("cat", "dog")
 
 
 def test_a_pack_of_many_sizes_is_decoded_on_demand(tmp_path: Path) -> None:
@@ -286,6 +314,24 @@ def test_torchvision_with_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert data.train.labels.tolist() == [0, 1]
     assert np.array_equal(data.train[1][0], noise(3))
     assert data.val.name_of(0).endswith("test.png")
+
+
+def test_torchvisions_imagenet_has_the_classes_of_timm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision lists synonyms; the first of them are not unique."""
+    from torchvision import datasets
+
+    ids, names = zip(*imagenet_classes(1000), strict=True)
+
+    class ImageNet:
+        wnids = ids
+        classes = tuple(tuple(name.partition(" (n")[0].split(", ")) for name in names)
+
+        def __init__(self, root: Path, split: str) -> None:
+            self.samples = [(f"{split}.png", 134)]
+
+    monkeypatch.setattr(datasets, "ImageNet", ImageNet)
+    assert len({name[0] for name in ImageNet.classes}) < 1000
+    assert create_dataset(f"ImageNet:{tmp_path}").classes == names
 
 
 def test_torchvision_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,6 +144,36 @@ def test_sizes_and_classes_may_lie_beside_the_shards(
         list(loader.epoch(0))
 
 
+def test_classes_of_shards_in_two_folders(tmp_path: Path) -> None:
+    """Names beside the training shards are those of the others, too; different ones are an error."""
+    for part in ("train", "val"):
+        (tmp_path / part).mkdir()
+        write_shards(tmp_path / part, part, 1, 6)
+    source = f"wds:{tmp_path}/train/train-0000.tar,{tmp_path}/val/val-0000.tar"
+    assert create_dataset(source).val.classes == ("0", "1", "2")
+    (tmp_path / "train" / "classes.txt").write_text("ant\nbee\ncat\ndog")
+    assert create_dataset(source).val.classes == ("ant", "bee", "cat")
+    (tmp_path / "val" / "classes.txt").write_text("ant\ncat\nbee")
+    with pytest.raises(DataError, match=r"class 1 of wds:.* is 'bee' for training, but 'cat' for validation"):
+        create_dataset(source)
+    (tmp_path / "train" / "classes.txt").write_text("ant\nbee")
+    (tmp_path / "val" / "classes.txt").unlink()
+    with pytest.raises(DataError, match="has 2 classes for training, but 3 for validation"):
+        create_dataset(source)
+
+
+@pytest.mark.parametrize(("stated", "message"), [(9, "only 7"), (3, "more than 3")])
+@pytest.mark.parametrize("world_size", [1, 5])
+def test_stated_numbers_that_are_wrong(source: str, tmp_path: Path, stated: int, message: str, world_size: int) -> None:
+    """Otherwise some images would not be evaluated, or fewer than the result says."""
+    sizes = {path.name: 30 if "train" in path.name else stated for path in tmp_path.glob("*.tar")}
+    (tmp_path / "classes.txt").write_text("ant\nbee\ncat\n")
+    (tmp_path / "sizes.json").write_text(json.dumps(sizes))
+    loader = create_eval_loader(create_dataset(source).val, PLAIN_EVAL, batch_size=4, world_size=world_size)
+    with pytest.raises(DataError, match=rf"val-0000\.tar has {message} images, but its stated number is {stated} \("):
+        list(loader.epoch(0))
+
+
 def test_errors_of_shards(source: str, tmp_path: Path) -> None:
     train, _ = source.removeprefix("wds:").split(",")
     with pytest.raises(DataError, match="has no shards for validation"):

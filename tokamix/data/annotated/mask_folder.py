@@ -138,8 +138,13 @@ def _match(images: Path, masks: Path, listed: Path | None = None) -> tuple[list[
 
 
 def _by_name(folder: Path) -> dict[str, Path]:
-    files = [folder / name for name in os.listdir(folder) if name.lower().endswith(EXTENSIONS) and name[0] != "."]
-    return {file.stem: file for file in files}
+    files: dict[str, Path] = {}
+    for name in sorted(os.listdir(folder)):
+        if name.lower().endswith(EXTENSIONS) and name[0] != ".":
+            other = files.setdefault(Path(name).stem, folder / name)
+            if other.name != name:
+                raise DataError(f"{other} and {name} have the same name, by which masks are found; remove one of them")
+    return files
 
 
 class MaskFolder(AnnotatedDataset):
@@ -196,13 +201,14 @@ class MaskFolder(AnnotatedDataset):
                 f"{path} has {values.shape[2]} channels ({mode}), but a mask has one: the class of each pixel"
             )
         first, last = int(self.ignore_zero), len(self.classes) - 1 + int(self.ignore_zero)
-        wrong = (values > last) & (values != IGNORE_INDEX)
+        pixels = values.astype(np.uint8)
+        wrong = (pixels != values) | ((pixels > last) & (pixels != IGNORE_INDEX))  # also below 0, or not whole
         if wrong.any():
             raise DataError(
                 f"{path} has the value {values[wrong][0]}, but the {len(self.classes)} classes are {first} to {last}"
                 f" ({IGNORE_INDEX} is ignored)"
             )
-        classes = torch.from_numpy(values.astype(np.uint8, copy=False))
+        classes = torch.from_numpy(pixels)
         if self.ignore_zero:  # 0 becomes 255 by underflow, and 255 stays
             classes = torch.where(classes == IGNORE_INDEX, classes, classes - 1)
         return classes

@@ -38,6 +38,7 @@ def create_train_loader(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     crop_pct: float | None = None,
+    crop_mode: str = "center",
     corrupt: Corrupt = "raise",
     resident: bool | None = None,
 ) -> Loader:
@@ -58,6 +59,7 @@ def create_train_loader(
         std: likewise.
         crop_pct: part of the resized image that is kept where the recipe has no `crop_scale`; default: the recipe's,
             or all of images that are held as arrays and 0.875 of others.
+        crop_mode: how images are resized there: "center" keeps the proportions, "squash" does not.
         corrupt: for images that cannot be decoded: "raise" a DataError that names the image, or "skip" it, which is
             logged and counted in `loader.skipped`; the next good image of the epoch takes its place.
         resident: keep the whole data set on the device and augment it there; default: if it is small enough and the
@@ -74,11 +76,11 @@ def create_train_loader(
     crop_pct = crop_pct or recipe.crop_pct
     if arrays is not None and isinstance(order, IndexOrder):
         shape: Any = {"image_size": recipe.image_size, "crop_pct": crop_pct or 1.0}
-        shape["interpolation"] = recipe.interpolation
+        shape |= {"interpolation": recipe.interpolation, "crop_mode": crop_mode}
         return ResidentLoader(*arrays, order, device, mean, std, **shape, recipe=recipe)
     if resident:
         raise ValueError("this data set or augmentation cannot be kept on the device; leave out resident=True")
-    transform = create_train_transform(recipe, crop_pct or CROP_PCT, mean)
+    transform = create_train_transform(recipe, crop_pct or CROP_PCT, mean, crop_mode)
     return _worker_loader(
         dataset, order, transform, recipe.image_size, mean, std, device, workers, corrupt, recipe.random_erasing
     )
@@ -112,7 +114,7 @@ def create_eval_loader(
             logged and counted in `loader.skipped`.
         resident: keep the whole data set on the device; default: if it is small enough.
     """
-    shape: Any = {"image_size": config.image_size, "crop_pct": config.crop_pct, "interpolation": config.interpolation}
+    shape: Any = {key: getattr(config, key) for key in ("image_size", "crop_pct", "crop_mode", "interpolation")}
     common = (len(dataset), batch_size, rank, world_size, False)
     order = StreamOrder(*common, stream=dataset) if isinstance(dataset, ImageStream) else IndexOrder(*common)
     arrays = resident_arrays(dataset, resident, corrupt)

@@ -31,6 +31,7 @@ class ResidentLoader(Loader):
         std: likewise.
         image_size: side of the batches' images.
         crop_pct: part of the resized image that is kept; not used where the recipe has `crop_scale`.
+        crop_mode: "center" or "squash", see `resize_and_crop`; likewise.
         interpolation: for resizing.
         recipe: augmentation, for training.
     """
@@ -47,6 +48,7 @@ class ResidentLoader(Loader):
         image_size: int,
         crop_pct: float,
         interpolation: str,
+        crop_mode: str = "center",
         recipe: "Recipe | None" = None,
     ) -> None:
         super().__init__(order, device, mean, std)
@@ -54,7 +56,7 @@ class ResidentLoader(Loader):
         self.image_size = image_size
         images = convert_channels(images, len(self.mean)).to(self.device)
         if not (recipe and recipe.crop_scale):
-            images = resize_and_crop(images, image_size, crop_pct, interpolation)
+            images = resize_and_crop(images, image_size, crop_pct, interpolation, crop_mode)
         self.images, self.labels = images, labels.to(self.device)
         self.plan: AugmentPlan | None = None
         if recipe:

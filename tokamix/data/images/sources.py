@@ -65,6 +65,12 @@ def open_images(source: str, seed: int = 0, labels: bool = True) -> DatasetSplit
         raise DataError(
             f"{source} has {len(train.classes)} classes for training, but {len(val.classes)} for validation"
         )
+    for i, (name, other) in enumerate(zip(train.classes, val.classes, strict=False)):
+        if name != other:
+            raise DataError(
+                f"class {i} of {source} is {name!r} for training, but {other!r} for validation; give both the same"
+                " classes in the same order"
+            )
     if isinstance(val, ImageDataset):
         _warn_missing_classes(source, val)
     return DatasetSplits(source, train, val, train.classes)
@@ -103,10 +109,16 @@ def _open_folder(root: Path) -> tuple[ImageDataset, ImageDataset]:
     if task := dense_task(root):
         annotations = "COCO annotations" if task == "detect" else "masks"
         raise DataError(f"{root} has {annotations}, but no folder for each class; use task={task!r} (--task {task})")
-    folders = {name.lower(): root / name for name in sorted(os.listdir(root)) if (root / name).is_dir()}
+    names = [name for name in sorted(os.listdir(root)) if (root / name).is_dir() and not name.startswith(".")]
+    folders = {name.lower(): root / name for name in names}
     train = next((folders[name] for name in TRAIN_NAMES if name in folders), None)
     val = next((folders[name] for name in VAL_NAMES if name in folders), None)
     if train is None:
+        if val is not None and all(name in VAL_NAMES for name in folders):  # otherwise "valid" may be a class
+            raise DataError(
+                f"{root} has {val.name}/, but no train/; add one, or use {val} (to evaluate on all of it: split='all',"
+                " --split all)"
+            )
         classes, files, labels = _class_folders(root)
         parts = split_by_class(labels)
         return tuple(  # type: ignore[return-value]

@@ -73,10 +73,11 @@ class ImageStream:
         if shuffle:
             yield from self._read_lanes(seed, epoch, rank, world_size)
         elif self._by_shard(world_size):
-            for shard in self.shards[rank::world_size]:
-                yield from self._checked(shard)
+            for shard, size in list(zip(self.shards, self.sizes, strict=True))[rank::world_size]:
+                yield from self._checked(shard, size)
         else:
-            images = itertools.chain.from_iterable(map(self._checked, self.shards))
+            sizes = self.sizes or itertools.repeat(None)
+            images = itertools.chain.from_iterable(map(self._checked, self.shards, sizes))
             yield from itertools.islice(images, rank, self.size, world_size)
 
     def decode(self, item: Item, min_size: int | None = None) -> tuple[Image.Image, int]:
@@ -90,11 +91,18 @@ class ImageStream:
     def _by_shard(self, world_size: int) -> bool:
         return bool(self.sizes) and len(self.shards) >= world_size
 
-    def _checked(self, shard: Any) -> Iterator[Item]:
-        for item in self.items(shard):
+    def _checked(self, shard: Any, size: int | None = None) -> Iterator[Item]:
+        """The images of one shard; its number of images is checked if `size` is given."""
+        number = 0
+        for number, item in enumerate(self.items(shard), 1):
+            if size is not None and number > size:
+                break
             if not 0 <= item.label < len(self.classes):
                 raise DataError(f"{item.name} has label {item.label}, but there are {len(self.classes)} classes")
             yield item
+        if size not in (None, number):
+            found = f"more than {size}" if number > size else f"only {number}"
+            raise DataError(f"{shard} has {found} images, but its stated number is {size} (sizes.json)")
 
     def _read_lanes(self, seed: int, epoch: int, rank: int, world_size: int) -> Iterator[Item]:
         order = random.Random(key(seed, epoch, "shards")).sample(self.shards, len(self.shards))

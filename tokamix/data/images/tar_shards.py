@@ -23,7 +23,8 @@ def open_shards(source: str) -> tuple[ImageStream, ImageStream]:
         raise DataError(
             f"wds:{source} has no shards for {'training' if val else 'validation'}; add some, such as ,val-{{0..3}}.tar"
         )
-    return TarShards(train), TarShards(val)
+    shards = TarShards(train)
+    return shards, TarShards(val, shards.classes)
 
 
 class TarShards(ImageStream):
@@ -31,9 +32,13 @@ class TarShards(ImageStream):
 
     The class names are read from `classes.txt` (one name a line) beside the shards, the numbers of images from
     `sizes.json` ({"shard.tar": count}); without these files, local shards are searched once for both.
+
+    Args:
+        urls: of the shards.
+        classes: names if there is no `classes.txt`; default: numbers.
     """
 
-    def __init__(self, urls: Sequence[str]) -> None:
+    def __init__(self, urls: Sequence[str], classes: Sequence[str] = ()) -> None:
         names, sizes = _read_beside(urls[0], "classes.txt"), _read_beside(urls[0], "sizes.json")
         if sizes is not None:
             counts = _parse_sizes(sizes, urls)
@@ -42,7 +47,8 @@ class TarShards(ImageStream):
                 raise DataError(f"{remote[0]} is remote: put sizes.json and classes.txt beside the shards")
             labels = [[item.label for item in self.items(url, peek=True)] for url in urls]
             counts = [len(part) for part in labels]
-            names = names or "\n".join(map(str, range(1 + max(itertools.chain([0], *labels)))))
+            count = 1 + max(itertools.chain([0], *labels))
+            names = names or "\n".join([*classes[:count], *map(str, range(len(classes), count))])
         if not sum(counts):
             raise DataError(f"{urls[0]} has no images" if len(urls) == 1 else f"{urls[0]} to {urls[-1]} have no images")
         filled = [(url, count) for url, count in zip(urls, counts, strict=True) if count]

@@ -81,7 +81,12 @@ def _convert(parts: list[Any]) -> ImageDataset:
             files += attribute(part, "_image_files", "_images") or []
             labels += [int(label) for label in attribute(part, "targets", "labels", "_labels")]
     names = attribute(parts[0], "classes") or [str(i) for i in range(1 + max(labels))]
-    classes = [name if isinstance(name, str) else name[0] for name in names]
+    # synonyms of ImageNet's classes, named as timm names them: two of the classes are called crane
+    joined = [name if isinstance(name, str) else ", ".join(name) for name in names]
+    ids = attribute(parts[0], "wnids") or joined
+    classes = [
+        name if joined.count(name) == 1 else f"{name} ({number})" for name, number in zip(joined, ids, strict=True)
+    ]
     if files:
         return FileDataset(files, labels, classes)
     images = torch.cat([torch.as_tensor(part.data) for part in parts])

@@ -19,14 +19,13 @@ if TYPE_CHECKING:
     from tokamix.recipes import Recipe
 
 
-def create_eval_transform(image_size: int, crop_pct: float, interpolation: str) -> Any:
+def create_eval_transform(image_size: int, crop_pct: float, interpolation: str, crop_mode: str = "center") -> Any:
     """Create timm's transform of one image for evaluation, up to a uint8 tensor."""
-    return create_transform(
-        image_size, interpolation=interpolation, crop_pct=crop_pct, use_prefetcher=True, normalize=False
-    )
+    crop = {"crop_pct": crop_pct, "crop_mode": crop_mode}
+    return create_transform(image_size, interpolation=interpolation, **crop, use_prefetcher=True, normalize=False)
 
 
-def create_train_transform(recipe: "Recipe", crop_pct: float, mean: Sequence[float]) -> Any:
+def create_train_transform(recipe: "Recipe", crop_pct: float, mean: Sequence[float], crop_mode: str = "center") -> Any:
     """Create timm's transform of one image for training, up to a uint8 tensor."""
     size = recipe.image_size
     first, second, last = create_transform(
@@ -43,7 +42,9 @@ def create_train_transform(recipe: "Recipe", crop_pct: float, mean: Sequence[flo
     )
     _allow_zero_bits(second)
     if recipe.crop_scale is None:
-        steps: list[Any] = [transforms.Resize(math.floor(size / crop_pct), InterpolationMode(recipe.interpolation))]
+        side = math.floor(size / crop_pct)
+        whole = (side, side) if crop_mode == "squash" else side
+        steps: list[Any] = [transforms.Resize(whole, InterpolationMode(recipe.interpolation))]
         steps.append(transforms.CenterCrop(size))
         if recipe.crop_padding:
             steps.append(transforms.RandomCrop(size, padding=recipe.crop_padding))
@@ -77,14 +78,19 @@ def convert_channels(images: Tensor, channels: int) -> Tensor:
     )
 
 
-def resize_and_crop(images: Tensor, image_size: int, crop_pct: float, interpolation: str) -> Tensor:
-    """Evaluation's transform for a batch: resize the short side to image_size / crop_pct and crop the centre."""
+def resize_and_crop(
+    images: Tensor, image_size: int, crop_pct: float, interpolation: str, crop_mode: str = "center"
+) -> Tensor:
+    """Evaluation's transform for a batch: resize the short side to image_size / crop_pct and crop the centre.
+
+    With the `crop_mode` "squash" both sides are resized to that length.
+    """
     height, width = images.shape[-2:]
     side = math.floor(image_size / crop_pct)
     if (height, width) == (image_size, image_size) and side == image_size:
         return images
     short = min(height, width)
-    target = (int(height * side / short), int(width * side / short))
+    target = (side, side) if crop_mode == "squash" else (int(height * side / short), int(width * side / short))
     top, left = (round((length - image_size) / 2) for length in target)  # all rounded as torchvision does
     parts = []
     for part in images.split(4096):

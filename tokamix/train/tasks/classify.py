@@ -142,7 +142,8 @@ class Classify:
         """config.json as timm and the Hub read it, plus the inference config."""
         inference = self.inference
         cfg = {k: v for k, v in self.pretrained_cfg.items() if v is not None and k not in DOWNLOAD_KEYS}
-        cfg |= {key: getattr(inference, key) for key in ("mean", "std", "interpolation", "crop_pct", "num_classes")}
+        shared = ("mean", "std", "interpolation", "crop_pct", "crop_mode", "num_classes")
+        cfg |= {key: getattr(inference, key) for key in shared}
         cfg |= {"input_size": (inference.in_chans, inference.image_size, inference.image_size)}
         # timm must not load another network in silence: it does not find these names, and prints them
         if self.construction["name"] is None:
@@ -168,7 +169,7 @@ class Classify:
         """Create the training and the validation loader."""
         inference, common = self.inference, options._asdict()
         preprocessing: Any = {"in_chans": inference.in_chans, "mean": inference.mean, "std": inference.std}
-        preprocessing["crop_pct"] = inference.crop_pct
+        preprocessing |= {"crop_pct": inference.crop_pct, "crop_mode": inference.crop_mode}
         train_loader = create_train_loader(self.splits.train, self.recipe, **common, **preprocessing)
         return train_loader, create_eval_loader(self.splits.val, inference, **common)
 
