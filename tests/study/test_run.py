@@ -388,7 +388,7 @@ def test_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         write_row(tmp_path / "toy.csv", row_of(job, score) | {"epochs": "5"})
     found = texts(png, study, tmp_path, monkeypatch)
     assert found.count("not measured") == 1
-    assert {"60.1", "sima, 5 epochs", "Inference on a GPU", "sima, measured"} <= set(found)
+    assert {"60.1", "sima, 5 epochs", "Inference on a GPU", "8\n100/s", "2x"} <= set(found)
 
 
 def test_figure_of_two_bodies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The panels of a comparison: accuracy after equal epochs and equal time, and speed."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def draw_figure(study: str | Study, path: str | Path, results: str | Path = "res
         raise ValueError(f"study {study.name} has no finished runs in {results}; run it first")
     prefixes = [f"{body}_" for body in study.bodies] or [""]
     arms = [name for name in compared if name.startswith(prefixes[0])]
-    colours = {name: f"C{i % 10}" for i, name in enumerate(arms)}
+    first, colours = arms[0], {name: f"C{i % 10}" for i, name in enumerate(arms)}
     arms.sort(key=lambda name: sum(epochs[name]) / max(1, len(epochs[name])))
     mixers = {name: name.removeprefix(prefixes[0]) for name in arms}
     labels = {name: mixers[name].replace("_", " ") for name in arms}
@@ -76,8 +77,8 @@ def draw_figure(study: str | Study, path: str | Path, results: str | Path = "res
         panel.set(title=f"Accuracy after equal time{in_body}", xlabel=_describe(metric, scores.values()))
     if infer:
         panel = next(panels)
-        _draw_speeds(panel, [(labels[name], colours[name], name) for name in reversed(arms)], infer)
-        panel.set(title=f"Inference{in_body} on {gpus}", ylabel="images/s")
+        _draw_speeds(panel, [(labels[name], colours[name], name) for name in arms], infer, first)
+        panel.set(title=f"Inference{in_body} on {gpus}", ylabel=f"images/s against {labels[first]}")
     write_atomically(Path(path), lambda temporary: figure.savefig(temporary, format="png", dpi=130))
 
 
@@ -166,21 +167,43 @@ def _draw_tradeoff(panel: Any, arms: Sequence[tuple[str, str, Sequence[float], f
     panel.grid(alpha=0.3)
 
 
-def _draw_speeds(panel: Any, arms: Sequence[tuple[str, str, str]], infer: Sequence[Row]) -> None:
-    """Images per second against the image's side; the legend has the memory at the largest side."""
+def _draw_speeds(panel: Any, arms: Sequence[tuple[str, str, str]], infer: Sequence[Row], reference: str) -> None:
+    """Images per second, divided by those of the reference, at each side of the images.
+
+    The ticks name the images per second of the reference. A label names the memory at the largest side where it is over
+    twice the least.
+    """
     sides = sorted({int(row["size"]) for row in infer})
+    rows = {(row["arm"], int(row["size"])): row for row in infer}
+    base = {side: _speed(rows, reference, side) for side in sides}
+    least = min((float(row["peak_gb"]) for row in infer if int(row["size"]) == sides[-1] and row["peak_gb"]), default=0)
+    ends = []
     for label, colour, name in arms:
-        own = {int(row["size"]): row for row in infer if row["arm"] == name}
-        points = [
-            (side, float(own[side]["images_per_second"])) for side in sorted(own) if own[side]["images_per_second"]
-        ]
-        last = own.get(sides[-1], {"peak_gb": "", "status": NOT_MEASURED})
-        memory = f"{float(last['peak_gb']):.1f} GB" if last["peak_gb"] else last["status"]
-        panel.plot(
-            *(zip(*points, strict=True) if points else ([], [])), color=colour, marker="o", label=f"{label}, {memory}"
-        )
-    panel.set(xscale="log", yscale="log", xlabel=f"image side in px (memory: batch at {sides[-1]} px)")
-    panel.set_xticks(sides, [str(side) for side in sides])
-    panel.xaxis.minorticks_off()
+        speeds = [(place, _speed(rows, name, side), base[side]) for place, side in enumerate(sides)]
+        points = [(place, own / other) for place, own, other in speeds if own and other]
+        panel.plot(*(zip(*points, strict=True) if points else ([], [])), color=colour, marker="o")
+        last = rows.get((name, sides[-1]), {"peak_gb": "", "status": NOT_MEASURED})
+        if last["status"] != "measured":
+            label = f"{label}: {last['status']}"
+        elif last["peak_gb"] and float(last["peak_gb"]) > 2 * least:
+            label = f"{label}, {float(last['peak_gb']):.1f} GB"
+        ends.append((math.log(points[-1][1]) if points else 0.0, label, colour))
+    span = (max(ends)[0] - min(ends)[0]) or 1.0
+    height = -math.inf
+    for end, label, colour in sorted(ends):  # labels keep a distance from each other
+        height = max(end, height + 0.055 * span)
+        place = {"xytext": (len(sides) - 0.9, math.exp(height)), "textcoords": "data", "va": "center", "fontsize": 8}
+        panel.annotate(label, (len(sides) - 1, math.exp(end)), color=colour, **place)
+    title = next(label for label, _, name in arms if name == reference)
+    panel.set(yscale="log", xlim=(-0.35, len(sides) - 0.05), xlabel=f"side of the images in px; images/s of {title}")
+    panel.set_xticks(range(len(sides)), [f"{side}\n{base[side] or 0:,.0f}/s" for side in sides])
+    low, high = panel.get_ylim()
+    ticks = [tick for tick in (0.1, 0.2, 0.3, 0.5, 1, 2, 3, 5, 10) if low <= tick <= high]
+    panel.set_yticks(ticks, [f"{tick:g}x" for tick in ticks])
+    panel.minorticks_off()
     panel.grid(alpha=0.3)
-    panel.legend(fontsize=7)
+
+
+def _speed(rows: dict[tuple[str, int], Row], arm: str, side: int) -> float | None:
+    speed = rows.get((arm, side), {}).get("images_per_second")
+    return float(speed) if speed else None
