@@ -221,6 +221,7 @@ def train(
         )
         engine.write_report()
     accelerator.wait_for_everyone()
+    folder.epochs = broadcast_from_main(folder.epochs)  # rank 0 alone has them; the result is the same in all processes
     if trained:  # last, without Accelerate's autocast around the model
         engine.check_saved()
     best = engine.best or {}

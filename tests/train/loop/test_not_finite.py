@@ -96,3 +96,13 @@ def test_outputs_that_are_not_finite_are_reported(tmp_path: Path, capsys: pytest
         patch.setattr(Classify, "evaluate", lambda *args: evaluate(*args) | {"loss": float("nan")})
         run(tmp_path, quiet=False)
     assert "epoch 3: loss not finite: some outputs are NaN or infinite" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", ["loss", "top1"])
+def test_weights_whose_outputs_are_not_finite_are_never_the_best(tmp_path: Path, key: str) -> None:
+    """Neither is a first NaN kept for ever, nor does the accuracy of NaN, that of the first class, win."""
+    evaluate, values = Classify.evaluate, iter([{"top1": 99.0} | {key: float("nan")}, {"top1": 50.0}, {"top1": 60.0}])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Classify, "evaluate", lambda *args: evaluate(*args) | next(values))
+        result = run(tmp_path)
+    assert (result.best["epoch"], result.top1) == (3, 60.0)

@@ -273,8 +273,8 @@ class Engine:
         if self.recipe.select == "last":
             prefix, is_best = list(results)[-1], True
         else:
-            prefix = max(results, key=lambda kind: results[kind][self.task.metric])
-            is_best = self.best is None or results[prefix][self.task.metric] > self.best[self.task.metric]
+            prefix = max(results, key=lambda kind: self._score(results[kind]))
+            is_best = self.best is None or self._score(results[prefix]) > self._score(self.best)
         if is_best:
             self.best = {**results[prefix], "epoch": row["epoch"], "averaged": bool(prefix)}
             weights = self.ema.average if prefix and self.ema else self.saved.state_dict()
@@ -288,6 +288,11 @@ class Engine:
             drawing = self.task.draw_predictions(self.saved)
         if drawing is not None and self.main:
             self.folder.add_drawing(row["epoch"], drawing, self.best["epoch"] if self.best else row["epoch"])
+
+    def _score(self, metrics: Row) -> float:
+        """The metric that selects the best weights; outputs that are NaN or infinite are below all others."""
+        score = metrics[self.task.metric]
+        return score if math.isfinite(score) and math.isfinite(metrics.get("loss", 0.0)) else -math.inf
 
     def _measure(self) -> dict[str, dict[str, float]]:
         """Metrics of the weights, under "", and of their average, under "ema_"."""

@@ -132,7 +132,7 @@ class RunFolder:
         """The last evaluation, of the averaged weights if there are any, with the keys of the best one."""
         keys = [key for key in best if key not in ("epoch", "averaged")]
         row = next((row for row in reversed(self.epochs) if keys[0] in row), None)
-        if row is None:  # rank 0 alone has the epochs
+        if row is None:  # metrics.jsonl was removed
             return {}
         prefix = "ema_" if f"ema_{keys[0]}" in row else ""
         return {key: row[prefix + key] for key in keys} | {"epoch": row["epoch"], "averaged": bool(prefix)}
