@@ -1,6 +1,7 @@
 """`tokamix compare`: trainings, resuming, and the command with wrong input."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,21 @@ def test_digits(digits: tuple[Path, str]) -> None:
         assert (recipe.model, recipe.seed, recipe.epochs) == (f"columnar_tiny_{mixer}", 1, 1)
     assert page.count("<article") == 2  # receptive fields
     assert "1 block, 4×4 tokens" in page  # noqa: RUF001
+
+
+def test_the_default_recipe_fits_few_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A given batch and that of a named recipe stay."""
+    data = str(write_images(tmp_path / "images", 50))
+    made: list[int] = []
+
+    def stop(candidates, recipe_for, *args, **options) -> None:
+        made.append(recipe_for(candidates[0], 0).batch_size)
+
+    monkeypatch.setattr(sys.modules[_train_all.__module__], "run_comparison", stop)
+    compare(data, output=tmp_path)
+    compare(data, output=tmp_path, overrides=["batch_size=64"])
+    compare(data, output=tmp_path, recipe="digits", body="columnar_tiny", overrides={"model_kwargs": {}})
+    assert made == [8, 64, load_recipe("digits").batch_size]
 
 
 def test_resumes(digits: tuple[Path, str]) -> None:
