@@ -29,7 +29,14 @@ from tokamix.train.setup.accelerator import (
     synchronise_batch_norm,
 )
 from tokamix.train.setup.choose import choose_recipe
-from tokamix.train.setup.threads import batch_macs, choose_threads, is_set_by_user, set_threads, usable_cores
+from tokamix.train.setup.threads import (
+    batch_macs,
+    choose_threads,
+    is_set_by_user,
+    macs_per_second,
+    set_threads,
+    usable_cores,
+)
 from tokamix.train.tasks.task import LoaderOptions, Task, create_task
 
 
@@ -164,9 +171,11 @@ def train(
         rank, world_size = accelerator.process_index, accelerator.num_processes
         micro_batch = recipe.micro_batch(world_size)
         loaders = job.create_loaders(LoaderOptions(micro_batch, rank, world_size, accelerator.device, workers, corrupt))
-        threads = None
+        threads, macs = None, float("inf")
         if accelerator.device.type == "cpu" and not is_set_by_user():
-            threads = _choose_threads(network, loaders[0], recipe, micro_batch, state)
+            size = getattr(recipe, "image_size", None)
+            macs = batch_macs(network, size, micro_batch) if size else macs  # dense tasks have large images
+            threads = _choose_threads(macs, loaders[0], state)
         stack.enter_context(set_threads(threads))
         body: Any = getattr(getattr(network, "backbone", None), "body", network)
         facts = Facts(
@@ -187,6 +196,8 @@ def train(
             job.compile(core, graphs)
         options = Options(save_every, log_every, skip_nan)
         engine = Engine(job, wrapped, core, optimizer, loaders, recipe, folder, accelerator, options, settings)
+        if accelerator.mixed_precision == "no":  # in fp32, as it is measured
+            engine.duration.expect(macs * recipe.accumulate, macs_per_second)
         if state is not None:
             engine.restore(*state)
         trained = not engine.finished
@@ -282,12 +293,10 @@ def _describe_unused_images(size: int, batches: int, recipe: Recipe, world_size:
     )
 
 
-def _choose_threads(network: nn.Module, loader: Loader, recipe: Recipe, micro_batch: int, state: Any) -> int:
+def _choose_threads(macs: float, loader: Loader, state: Any) -> int:
     """The CPU threads of the run; a resumed one keeps its number, because the last bits of its weights depend on it."""
     if state is not None and "threads" in state[1]:
         return min(state[1]["threads"], usable_cores())
-    size = getattr(recipe, "image_size", None)
-    macs = batch_macs(network, size, micro_batch) if size else float("inf")  # dense tasks have large images
     return choose_threads(macs, usable_cores(), loader.loader.num_workers if isinstance(loader, WorkerLoader) else 0)
 
 
