@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.train.tiny import run
+from tokamix.train import run as train_run
 from tokamix.train.loop.engine import NotFiniteError
 from tokamix.train.loop.state import read_state
 from tokamix.train.tasks.classify import Classify
@@ -62,6 +63,24 @@ def test_skip_nan(tmp_path: Path, poison) -> None:
     assert all(torch.isfinite(torch.tensor(row["train_loss"])) for row in result.epochs)
     with pytest.raises(NotFiniteError, match=r"at step 8 \(batch 3 of epoch 2\), after 1 skipped steps"):
         run(tmp_path / "b", skip_nan=1)
+
+
+def test_skip_nan_in_fp16(tmp_path: Path, poison, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scaler, here on the CPU, goes on after a skipped step, with a smaller scale as after an overflow."""
+    real = train_run.create_accelerator
+
+    def with_scaler(*args, **kwargs):
+        accelerator = real(*args, **kwargs)
+        scaler = accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        # as Accelerate does in fp16
+        accelerator.unscale_gradients = lambda: [scaler.unscale_(one.optimizer) for one in accelerator._optimizers]
+        return accelerator
+
+    monkeypatch.setattr(train_run, "create_accelerator", with_scaler)
+    poison({(0, 1): float("nan"), (1, 2): float("nan")})
+    run(tmp_path, skip_nan=2)
+    rest = read_state(tmp_path / "state" / "state.safetensors")[1]
+    assert (rest["skipped"], rest["scaler"]["scale"]) == (2, 2.0)
 
 
 def test_gradient_not_finite_with_finite_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

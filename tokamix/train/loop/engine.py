@@ -222,6 +222,8 @@ class Engine:
 
     def _skip_step(self) -> None:
         self.optimizer.zero_grad()
+        if self.accelerator.scaler is not None:  # it has unscaled this step's gradients, and expects its end
+            self.accelerator.scaler.update()
         self.skipped += 1
         if self.skipped > self.options.skip_nan:
             self._raise_not_finite("loss or gradient", self.update, f", after {self.options.skip_nan} skipped steps")
