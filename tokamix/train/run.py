@@ -1,5 +1,6 @@
 """A training run from start to end."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from torch import nn
 
 from tokamix.data import DatasetSplits, Loader, create_dataset
 from tokamix.data.loading import WorkerLoader
-from tokamix.inference import load_model
+from tokamix.inference import load_model, read_precision
 from tokamix.recipes import Recipe, load_overrides, load_recipe
 from tokamix.train.loop.engine import Engine, Options
 from tokamix.train.loop.state import read_state
@@ -156,7 +157,10 @@ def train(
         )
     if fsdp and recipe.task != "classify":
         raise ValueError(f"--fsdp supports classifiers only, not task {recipe.task}; leave it out")
-    accelerator = create_accelerator(recipe, device, precision=load_overrides(overrides).get("precision"))
+    precision = load_overrides(overrides).get("precision")
+    if precision is None and not isinstance(resume, bool):
+        precision = _cpu_precision(resume)
+    accelerator = create_accelerator(recipe, device, precision=precision)
     main = accelerator.is_main_process
     job = task(recipe, data) if callable(task) else create_task(recipe, data)
     network = _create_model(job, model, checkpoint, bool(pretrained))
@@ -203,7 +207,7 @@ def train(
         trained = not engine.finished
         if main:
             if state is None:
-                folder.clear()
+                folder.clear(start_over=not resume)
             if not engine.finished:
                 folder.begin(recipe.to_yaml(), config, settings, accelerator, engine.steps)
             folder.truncate(engine.epoch, engine.update)
@@ -247,6 +251,12 @@ def _resumed_run(run: Path, output: str | Path | None, recipe: str | Recipe | No
     if output is not None and Path(output) != run:
         raise ValueError(f"--output {output} and --resume {run} name two folders; leave --output out")
     return run, recipe or str(run / "recipe.yaml")
+
+
+def _cpu_precision(run: str | Path) -> str | None:
+    """The precision of a run on a CPU if it was asked for: by itself a CPU trains in fp32, whatever the recipe says."""
+    environment = json.loads((Path(run) / "environment.json").read_text())
+    return "bf16" if environment["device"] == "cpu" and read_precision(run) == "bf16" else None
 
 
 def _name_of_weights(model: str | None, checkpoint: str | Path | None, pretrained: bool | None) -> str | None:

@@ -57,8 +57,14 @@ class RunFolder:
         environment = describe_environment(accelerator) | {"steps": steps, "settings": settings}
         write_json(self.path / "environment.json", environment, indent=2)
 
-    def clear(self) -> None:
-        """Remove the outputs of an earlier run, before a new one starts."""
+    def clear(self, start_over: bool) -> None:
+        """Remove the outputs of an earlier run, before a new one starts, or starts over."""
+        # a kill before the first state was complete leaves its folder
+        if not start_over and (self.path / "last.safetensors").exists() and not self.state.parent.exists():
+            raise ValueError(
+                f"{self.path} holds the weights of a run whose {self.state.parent.name}/ was removed, so it cannot be"
+                " resumed; use another --output, or start over with --no-resume, which deletes the weights"
+            )
         if (self.path / "model.safetensors").exists() and not (self.path / "metrics.jsonl").exists():
             raise ValueError(f"{self.path} holds a model that is not of a tokamix run; use another --output")
         for name in OUTPUTS:
