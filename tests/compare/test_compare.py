@@ -11,6 +11,8 @@ from PIL import Image
 import tokamix
 from tests.cli.test_cli import call
 from tokamix.compare import Candidate, compare
+from tokamix.compare.measure import _curves
+from tokamix.compare.report import Curves
 from tokamix.compare.run import Job, _train_all
 from tokamix.recipes import load_recipe
 from tokamix.train import RunResult
@@ -76,6 +78,14 @@ def test_the_default_recipe_fits_few_images(tmp_path: Path, monkeypatch: pytest.
     compare(data, output=tmp_path, overrides=["batch_size=64"])
     compare(data, output=tmp_path, recipe="digits", body="columnar_tiny", overrides={"model_kwargs": {}})
     assert made == [8, 64, load_recipe("digits").batch_size]
+
+
+def test_accuracies_are_those_of_averaged_weights(tmp_path: Path) -> None:
+    """Where there are some, as in the default recipe: the model of the run's folder has them."""
+    rows = [{"train_loss": 2.0, "top1": 40.0, "ema_top1": 30.0}, {"train_loss": 1.0, "top1": 50.0, "ema_top1": 60.0}]
+    assert _curves(RunResult(tmp_path, epochs=rows)) == Curves((2.0, 1.0), (30.0, 60.0))
+    plain = [{key: value for key, value in row.items() if key != "ema_top1"} for row in rows]
+    assert _curves(RunResult(tmp_path, epochs=plain)) == Curves((2.0, 1.0), (40.0, 50.0))
 
 
 def test_resumes(digits: tuple[Path, str]) -> None:

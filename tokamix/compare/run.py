@@ -169,7 +169,7 @@ def run_comparison(
         runs[job.candidate.key].append(result)
         seconds = sum(row["seconds"] for row in result.epochs)
         seed = f", seed {job.recipe.seed}" if len(seeds) > 1 else ""
-        progress(f"{job.candidate.title}{seed}: {result.epochs[-1]['top1']:.1f} % after {seconds:.0f} s")
+        progress(f"{job.candidate.title}{seed}: {result.last['top1']:.1f} % after {seconds:.0f} s")
     for results in runs.values():
         results.sort(key=lambda result: result.folder)
     report = measure(candidates, runs, dataset, output, texts, seeds, device, example_class)
