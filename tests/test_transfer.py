@@ -10,7 +10,8 @@ import tokamix
 from tests.command import call
 from tests.train.tiny import tiny_data
 from tokamix.recipes import load_recipe
-from tokamix.transfer import DROP_PATH, RECIPES, _titles
+from tokamix.train import RunResult
+from tokamix.transfer import DROP_PATH, RECIPES, _create_row, _fit_batch, _titles
 
 SMALL = ["epochs=1", "batch_size=8", "image_size=8", "augment=none", "warmup_epochs=0"]
 
@@ -47,6 +48,29 @@ def test_transfer(classifier_run: Path, folders: list[Path], tmp_path: Path) -> 
     before = (tmp_path / "stripes" / "model.safetensors").stat().st_mtime_ns
     assert tokamix.transfer(classifier_run, list(map(str, folders)), tmp_path, **options) == rows
     assert (tmp_path / "stripes" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_the_batch_fits_data_and_cpu(
+    classifier_run: Path, folders: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Few images get a small batch; the paper's batch is accumulated on a CPU; a given batch stays."""
+    overrides = [value for value in SMALL if not value.startswith("batch_size")]
+    common = {"overrides": overrides, "device": "cpu"}
+    (row,) = tokamix.transfer(classifier_run, str(folders[1]), tmp_path / "a", **common)
+    recipe = load_recipe(row.folder / "recipe.yaml")
+    assert (recipe.batch_size, recipe.accumulate) == (8, 1)
+    assert "patterns: batch 8 instead of 512 for 64 images; --batch-size sets it" in caplog.messages
+    assert _fit_batch("amixer_cifar10", "CIFAR10", None, {}, "cpu") == {"accumulate": 16}
+    assert _fit_batch("amixer_cifar10", "mine", 900, {}, "cpu") == {"batch_size": 64, "accumulate": 2}
+    assert _fit_batch("amixer_cifar10", "mine", 900, {"batch_size": 512}, "cpu") == {}
+
+
+def test_best_is_of_both_kinds_of_weights(tmp_path: Path) -> None:
+    """The best epoch is never below the last one, also with EMA."""
+    rows = [{"top1": 50.0, "ema_top1": 70.0}, {"epoch": 2}, {"top1": 60.0, "ema_top1": 65.0}]
+    result = RunResult(tmp_path, {"top1": 65.0}, rows, last={"top1": 65.0})
+    row = _create_row("mine", (2, 3, 4), "finetune", result)
+    assert (row.last, row.best) == (65.0, 70.0)
 
 
 def test_folders_of_the_same_name(classifier_run: Path, folders: list[Path], tmp_path: Path) -> None:

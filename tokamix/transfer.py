@@ -2,6 +2,7 @@
 
 import csv
 import io
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -12,9 +13,10 @@ from timm.models import split_model_name_tag
 from tokamix.data import create_dataset
 from tokamix.distributed import rank_and_world_size
 from tokamix.files import write_text
-from tokamix.inference import load_model, read_config, read_construction
-from tokamix.recipes import load_overrides
+from tokamix.inference import choose_device, load_model, read_config, read_construction
+from tokamix.recipes import load_overrides, load_recipe
 from tokamix.train import RunResult, train
+from tokamix.train.setup.choose import fit_batch
 
 # AMixer's transfer settings (supplement, section A); other data sets use those of CIFAR-10
 RECIPES = {
@@ -24,8 +26,10 @@ RECIPES = {
     "flowers102": "amixer_flowers",
 }
 SHORT = {"cars": "StanfordCars", "flowers": "Flowers102"}
+CPU_IMAGES = 32  # of a forward pass on a CPU; larger batches are accumulated, so that they fit into memory
 # regularisation stays that of pre-training (supplement, section A); the recipes have AMixer-T's value
 DROP_PATH = {"amixer_small": 0.35, "amixer_base": 0.5, "amixer_deit_small": 0.1}
+_log = logging.getLogger("tokamix")
 
 
 @dataclass(frozen=True)
@@ -97,12 +101,14 @@ def transfer(
     titles = _titles([(path, title) for path, title, _ in opened])
     rows: list[TransferRow] = []
     for one, title, (*_, counts) in zip(sources, titles, opened, strict=True):
-        name = recipe or RECIPES.get(one.partition(":")[0].lower(), RECIPES["cifar10"])
+        own = RECIPES.get(one.partition(":")[0].lower())
+        name = recipe or own or RECIPES["cifar10"]
+        fitting = {} if recipe else _fit_batch(name, title, None if own else counts[1], overrides, device)
         result = train(
             recipe=name,
             data=one,
             output=Path(output) / title.replace("/", "_"),
-            overrides=overrides,
+            overrides={**fitting, **overrides},
             resume=resume,
             device=device,
             workers=workers,
@@ -160,9 +166,33 @@ def _find_start(source: str | Path, model: str | None) -> tuple[dict[str, Any], 
     return {"model": str(source), "pretrained": True}, split_model_name_tag(str(source))[0]
 
 
+def _fit_batch(
+    recipe: str, title: str, images: int | None, given: Mapping[str, Any], device: str | None
+) -> dict[str, int]:
+    """Changes of the recipe's batch that the user has not decided: smaller for few images, accumulated on a CPU.
+
+    `images` is None for the paper's data sets, which keep the paper's batch.
+    """
+    if "batch_size" in given or "accumulate" in given:
+        return {}
+    batch = whole = load_recipe(recipe).batch_size
+    changes = {}
+    if images is not None and (batch := fit_batch(whole, images)) < whole:
+        _log.warning("%s: batch %d instead of %d for %d images; --batch-size sets it", title, batch, whole, images)
+        changes["batch_size"] = batch
+    if choose_device(device).type == "cpu" and batch > (least := CPU_IMAGES * rank_and_world_size()[1]):
+        changes["accumulate"] = batch // least
+        _log.warning(
+            "%s: on the CPU a batch of %d is accumulated from %d parts (--set accumulate=%d)",
+            *(title, batch, changes["accumulate"], changes["accumulate"]),
+        )
+    return changes
+
+
 def _create_row(title: str, counts: Sequence[int], recipe: str, result: RunResult) -> TransferRow:
     classes, train_images, val_images = counts
-    scores = {"last": result.last["top1"], "best": max(row["top1"] for row in result.epochs if "top1" in row)}
+    tops = [row[key] for row in result.epochs for key in ("top1", "ema_top1") if key in row]
+    scores = {"last": result.last["top1"], "best": max(tops)}
     return TransferRow(
         title, classes, train_images, val_images, recipe, len(result.epochs), **scores, folder=result.folder
     )

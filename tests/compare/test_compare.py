@@ -1,6 +1,7 @@
 """`tokamix compare`: trainings, resuming, and the command with wrong input."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from PIL import Image
 import tokamix
 from tests.cli.test_cli import call
 from tokamix.compare import Candidate, compare
+from tokamix.compare.measure import _curves
+from tokamix.compare.report import Curves
 from tokamix.compare.run import Job, _train_all
 from tokamix.recipes import load_recipe
 from tokamix.train import RunResult
@@ -60,6 +63,29 @@ def test_digits(digits: tuple[Path, str]) -> None:
         assert (recipe.model, recipe.seed, recipe.epochs) == (f"columnar_tiny_{mixer}", 1, 1)
     assert page.count("<article") == 2  # receptive fields
     assert "1 block, 4×4 tokens" in page  # noqa: RUF001
+
+
+def test_the_default_recipe_fits_few_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A given batch and that of a named recipe stay."""
+    data = str(write_images(tmp_path / "images", 50))
+    made: list[int] = []
+
+    def stop(candidates, recipe_for, *args, **options) -> None:
+        made.append(recipe_for(candidates[0], 0).batch_size)
+
+    monkeypatch.setattr(sys.modules[_train_all.__module__], "run_comparison", stop)
+    compare(data, output=tmp_path)
+    compare(data, output=tmp_path, overrides=["batch_size=64"])
+    compare(data, output=tmp_path, recipe="digits", body="columnar_tiny", overrides={"model_kwargs": {}})
+    assert made == [8, 64, load_recipe("digits").batch_size]
+
+
+def test_accuracies_are_those_of_averaged_weights(tmp_path: Path) -> None:
+    """Where there are some, as in the default recipe: the model of the run's folder has them."""
+    rows = [{"train_loss": 2.0, "top1": 40.0, "ema_top1": 30.0}, {"train_loss": 1.0, "top1": 50.0, "ema_top1": 60.0}]
+    assert _curves(RunResult(tmp_path, epochs=rows)) == Curves((2.0, 1.0), (30.0, 60.0))
+    plain = [{key: value for key, value in row.items() if key != "ema_top1"} for row in rows]
+    assert _curves(RunResult(tmp_path, epochs=plain)) == Curves((2.0, 1.0), (40.0, 50.0))
 
 
 def test_resumes(digits: tuple[Path, str]) -> None:

@@ -209,6 +209,8 @@ def test_classifier(name: str) -> None:
     assert unpooled(x).shape == (2, 4)
     with pytest.raises(ValueError, match="needs pooled features"):
         unpooled.reset_classifier(4, "")
+    with pytest.raises(ValueError, match="num_classes is -1, but must be at least 0"):
+        unpooled.reset_classifier(-1)
 
 
 def test_in_chans(name: str) -> None:

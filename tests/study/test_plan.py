@@ -8,14 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from tests.command import call
 from tests.study.toy import row_of, toy_study, tuned, with_runs
 from tokamix.data import ArrayDataset, DatasetSplits
 from tokamix.models import create_model
 from tokamix.recipes import load_recipe
 from tokamix.study.cost import EVALUATION, expected_costs, measured_seconds, network_key
+from tokamix.study.networks import check_networks
 from tokamix.study.page import render_dino, render_page, render_study
 from tokamix.study.plan import FAILS, HOLDS, MISSING, OPEN, RUNNING, list_jobs, resolution, verdicts
 from tokamix.study.rows import gpu_minutes, read_rows, write_row
+from tokamix.study.run import run_study
 from tokamix.study.schema import list_studies, load_study
 from tokamix.train.setup.choose import choose_recipe
 
@@ -55,6 +58,26 @@ def test_finished_runs_are_not_repeated_under_any_name() -> None:
     for row in rows:
         row["arm"] = "the name in another study"
     assert [job.arm for job in list_jobs(study, rows)] == ["sima"] * 3
+
+
+def test_networks_that_cannot_be_created_are_refused(tmp_path: Path) -> None:
+    """By the plan, and before the first run; arms that are not selected do not matter."""
+    arms = {
+        "good": {"use": ["toy"], "set": {"model": "columnar_tiny_sima"}},
+        "bad": {"use": ["toy"], "set": {"model": "columnar_tiny_sima", "model_kwargs": {"dpeth": 2}}},
+    }
+    study = toy_study(arms=arms, claims=[])
+    check_networks(study, "good")
+    with pytest.raises(ValueError, match="study toy: arm bad: columnar_tiny_sima has no argument 'dpeth'"):
+        run_study(study, output=tmp_path, runs=tmp_path, device="cpu", say=lambda line: None)
+    file = tmp_path / "own.yaml"
+    settings = {"model": "columnar_tiny_sima", "model_kwargs": {"dpeth": 2}}
+    file.write_text(json.dumps({"title": "", "protocol": "", "data": {"a": "b"}, "arms": {"bad": {"set": settings}}}))
+    assert "study own: arm bad: columnar_tiny_sima has no argument 'dpeth'" in call("study", file, "--plan", code=1)
+    dense = {"task": "segment", "method": "semantic_fpn", "crop_size": 32, "model": "test_resnet"}
+    study = toy_study(arms={"dense": {"set": {**dense, "method_kwargs": {"wdith": 8}}}}, claims=[], tune=None)
+    with pytest.raises(ValueError, match="arm dense: neither semantic_fpn nor test_resnet has 'wdith'"):
+        check_networks(study)
 
 
 def test_the_hash_ignores_names_defaults_and_order() -> None:

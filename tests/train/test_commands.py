@@ -10,8 +10,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.train.loop.test_resume import Stop, stop_at
-from tests.train.tiny import assert_same_bits, run, tiny_data
+from tests.train.tiny import TINY, assert_same_bits, run, tiny_data
 from tokamix.cli import app
+from tokamix.inference import read_precision
 from tokamix.recipes import list_recipes, load_recipe
 from tokamix.train import train
 from tokamix.train.loop.engine import NotFiniteError
@@ -109,6 +110,18 @@ def test_resuming_a_fine_tuning_needs_no_weights(tmp_path: Path, monkeypatch: py
             run(tmp_path / "a", **settings)
     train(None, tiny_data(), resume=tmp_path / "a", device="cpu", quiet=True)
     assert_same_bits(tmp_path / "a", run(tmp_path / "b", **settings).folder)
+
+
+def test_resuming_keeps_the_precision_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16 was asked for; a recipe alone has no effect on a CPU."""
+    (tmp_path / "recipe.yaml").write_text(TINY.to_yaml())
+    common = {"device": "cpu", "quiet": True, "save_every": 3}
+    for name, overrides in (("bf16", ["precision=bf16"]), ("fp32", [])):
+        with monkeypatch.context() as patch:
+            stop_at(patch, 4)
+            with pytest.raises(Stop):
+                train(None, tiny_data(), str(tmp_path / "recipe.yaml"), tmp_path / name, overrides=overrides, **common)
+        assert read_precision(train(None, tiny_data(), resume=tmp_path / name, **common).folder) == name
 
 
 @pytest.mark.parametrize("names", [{"top1": "top-1"}, {"box_ap": "box AP", "mask_ap": "mask AP"}], ids=len)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,6 +184,18 @@ def test_foreign_folders_are_not_overwritten(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="holds a model that is not of a tokamix run; use another --output"):
             run(tmp_path, resume=resume)
     assert (tmp_path / "model.safetensors").read_bytes() == b"somebody's"
+
+
+def test_weights_without_a_state_are_not_deleted(tmp_path: Path) -> None:
+    """Somebody removed the state of a run to save space; the same call would train again from the start."""
+    settings = {"epochs": 1, "warmup_epochs": 0}
+    run(tmp_path, **settings)
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    shutil.rmtree(tmp_path / "state")
+    with pytest.raises(ValueError, match=r"holds the weights of a run whose state/ was removed.*--no-resume"):
+        run(tmp_path, **settings)
+    assert (tmp_path / "model.safetensors").read_bytes() == weights
+    assert run(tmp_path, resume=False, **settings).best
 
 
 def test_unused_images_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,7 @@ if __name__ == "__main__":
             elif "task" in settings:
                 tiny_dense.run(settings.pop("task"), output, **settings)
             else:
-                tiny.run(output, **settings)
+                result = tiny.run(output, **settings)
+                assert result.epochs and result.last, "every process gets the whole result"  # noqa: PT018
     except KeyboardInterrupt:  # torch.multiprocessing of torch 2.11 would end a forked rank with 0, and torchrun wait
         sys.exit(128 + signal.SIGINT)

@@ -105,12 +105,14 @@ def _list_studies(output: Path) -> None:
 
 def _print_plan(studies: "Sequence[Study]", output: Path, only: str, jobs: int | None) -> None:
     from tokamix.study.cost import JOBS, expected_costs
+    from tokamix.study.networks import check_networks
     from tokamix.study.plan import list_jobs, resolution, verdicts
     from tokamix.study.rows import read_all_rows, read_rows
     from tokamix.study.run import gpu_is_there
 
     processes = jobs or (JOBS if gpu_is_there() else 1)
     for study in studies:
+        check_networks(study, only)
         if len(studies) > 1:
             _say(f"{study.name}:")
         rows, speeds = read_all_rows(output, study.name), read_rows(output / f"{study.name}_speed.csv")

@@ -133,10 +133,7 @@ def _measure(candidate: Candidate, runs: Sequence[RunResult], setting: _Setting)
         title=candidate.title,
         description=candidate.description,
         link=candidate.link,
-        curves=tuple(
-            Curves(tuple(row["train_loss"] for row in run.epochs), tuple(row["top1"] for row in run.epochs))
-            for run in runs
-        ),
+        curves=tuple(map(_curves, runs)),
         parameters=_count_parameters(model),
         costs=tuple(_cost_at(model, config.image_size * factor) for factor in FACTORS),
         latency_ms=_latency(model, setting),
@@ -144,6 +141,12 @@ def _measure(candidate: Candidate, runs: Sequence[RunResult], setting: _Setting)
         before=before,
         after=_receptive_field(model, setting),
     )
+
+
+def _curves(run: RunResult) -> Curves:
+    """Loss, and accuracy of the weights, averaged if EMA is on, after each epoch."""
+    accuracies = (row["ema_top1"] if "ema_top1" in row else row["top1"] for row in run.epochs)
+    return Curves(tuple(row["train_loss"] for row in run.epochs), tuple(accuracies))
 
 
 def _receptive_field(model: nn.Module, setting: _Setting) -> Tensor | None:

@@ -1,5 +1,6 @@
 """`compare`: train the same body with several token mixers, measure them, and write a page."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -13,15 +14,17 @@ from tokamix._hints import suggest
 from tokamix.compare.candidate import Candidate
 from tokamix.compare.measure import measure
 from tokamix.compare.report import Report, Texts, render
-from tokamix.data import DatasetSplits, create_dataset
+from tokamix.data import DatasetSplits, ImageDataset, create_dataset
 from tokamix.files import write_text
 from tokamix.models.bodies import BODIES
 from tokamix.recipes import Recipe, load_overrides, load_recipe
 from tokamix.train import RunResult, train
+from tokamix.train.setup.choose import fit_batch
 
 DEFAULT_BODY = "pyramid_tiny"
 DEFAULT_MIXERS = ("softmax", "sima", "super_token")
 Progress = Callable[[str], object]
+_log = logging.getLogger("tokamix")
 
 
 class Comparison(NamedTuple):
@@ -85,10 +88,13 @@ def compare(
         raise ValueError(f"a comparison needs at least 2 different mixers, got {', '.join(names) or 'none'}")
     if seeds < 1:
         raise ValueError(f"a comparison needs at least 1 seed, got {seeds}")
+    overrides = load_overrides(overrides)
     base = load_recipe(recipe, overrides)
     if base.task != "classify":
         raise ValueError(f"compare trains classifiers, and the recipe {base.name} is for task {base.task}")
-    own_kwargs = any(key.startswith("model_kwargs") for key in load_overrides(overrides))
+    if recipe == "small" and "batch_size" not in overrides:  # it is for any number of images
+        base = _fit_batch(base, data)
+    own_kwargs = any(key.startswith("model_kwargs") for key in overrides)
     body = _choose_body(body, base, own_kwargs)
     if base.model_kwargs.get("mixer_kwargs"):
         raise ValueError(
@@ -163,13 +169,24 @@ def run_comparison(
         runs[job.candidate.key].append(result)
         seconds = sum(row["seconds"] for row in result.epochs)
         seed = f", seed {job.recipe.seed}" if len(seeds) > 1 else ""
-        progress(f"{job.candidate.title}{seed}: {result.epochs[-1]['top1']:.1f} % after {seconds:.0f} s")
+        progress(f"{job.candidate.title}{seed}: {result.last['top1']:.1f} % after {seconds:.0f} s")
     for results in runs.values():
         results.sort(key=lambda result: result.folder)
     report = measure(candidates, runs, dataset, output, texts, seeds, device, example_class)
     page = output / "report.html"
     write_text(page, render(report))
     return Comparison(report, page, runs)
+
+
+def _fit_batch(recipe: Recipe, data: str | DatasetSplits) -> Recipe:
+    """The recipe, with a smaller batch where images are few."""
+    train_data = (create_dataset(data) if isinstance(data, str) else data).train
+    images = len(train_data) if isinstance(train_data, ImageDataset) else recipe.batch_size * 8
+    batch = fit_batch(recipe.batch_size, images)
+    if batch < recipe.batch_size:
+        text = "batch %d instead of %d for %d training images; --set batch_size=... sets it"
+        _log.warning(text, batch, recipe.batch_size, images)
+    return recipe.replace(batch_size=batch)
 
 
 def _choose_body(body: str | None, recipe: Recipe, own_kwargs: bool) -> str:

@@ -140,6 +140,8 @@ class Backbone(nn.Module):
         self._set_classifier(num_classes, global_pool, {"device": device, "dtype": dtype})
 
     def _set_classifier(self, num_classes: int, global_pool: str | None, dd: dict[str, Any]) -> None:
+        if num_classes < 0:
+            raise ValueError(f"num_classes is {num_classes}, but must be at least 0; 0 leaves the classifier out")
         if global_pool is not None:
             if global_pool not in self.pools:
                 possible = ", ".join(map(repr, self.pools))

@@ -16,6 +16,7 @@ from tokamix.data.create import normalize_source
 from tokamix.files import write_json
 from tokamix.study.cost import JOBS
 from tokamix.study.data import decode_once
+from tokamix.study.networks import check_networks
 from tokamix.study.plan import Job, list_jobs
 from tokamix.study.processes import ROOT, Process, send, start_mps, start_process, stop_mps, stop_processes
 from tokamix.study.rows import CORRECT_COLUMNS, Key, Row, key_of, read_all_rows, read_rows, write_row
@@ -59,6 +60,8 @@ def run_study(
     begun = time.monotonic()
     given = [study] if isinstance(study, (str, Study)) else study
     studies = [one if isinstance(one, Study) else load_study(one) for one in given]
+    for one in studies:
+        check_networks(one, only)
     pack = _Pack(studies, Path(output), Path(runs or RUNS), device, only, reuse, say)
     pack.decode(sources or {})
     count = jobs or (JOBS if pack.has_gpu else 1)

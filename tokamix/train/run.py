@@ -1,5 +1,6 @@
 """A training run from start to end."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from torch import nn
 
 from tokamix.data import DatasetSplits, Loader, create_dataset
 from tokamix.data.loading import WorkerLoader
-from tokamix.inference import load_model
+from tokamix.inference import load_model, read_precision
 from tokamix.recipes import Recipe, load_overrides, load_recipe
 from tokamix.train.loop.engine import Engine, Options
 from tokamix.train.loop.state import read_state
@@ -29,7 +30,14 @@ from tokamix.train.setup.accelerator import (
     synchronise_batch_norm,
 )
 from tokamix.train.setup.choose import choose_recipe
-from tokamix.train.setup.threads import batch_macs, choose_threads, is_set_by_user, set_threads, usable_cores
+from tokamix.train.setup.threads import (
+    batch_macs,
+    choose_threads,
+    is_set_by_user,
+    macs_per_second,
+    set_threads,
+    usable_cores,
+)
 from tokamix.train.tasks.task import LoaderOptions, Task, create_task
 
 
@@ -149,7 +157,10 @@ def train(
         )
     if fsdp and recipe.task != "classify":
         raise ValueError(f"--fsdp supports classifiers only, not task {recipe.task}; leave it out")
-    accelerator = create_accelerator(recipe, device, precision=load_overrides(overrides).get("precision"))
+    precision = load_overrides(overrides).get("precision")
+    if precision is None and not isinstance(resume, bool):
+        precision = _cpu_precision(resume)
+    accelerator = create_accelerator(recipe, device, precision=precision)
     main = accelerator.is_main_process
     job = task(recipe, data) if callable(task) else create_task(recipe, data)
     network = _create_model(job, model, checkpoint, bool(pretrained))
@@ -164,9 +175,11 @@ def train(
         rank, world_size = accelerator.process_index, accelerator.num_processes
         micro_batch = recipe.micro_batch(world_size)
         loaders = job.create_loaders(LoaderOptions(micro_batch, rank, world_size, accelerator.device, workers, corrupt))
-        threads = None
+        threads, macs = None, float("inf")
         if accelerator.device.type == "cpu" and not is_set_by_user():
-            threads = _choose_threads(network, loaders[0], recipe, micro_batch, state)
+            size = getattr(recipe, "image_size", None)
+            macs = batch_macs(network, size, micro_batch) if size else macs  # dense tasks have large images
+            threads = _choose_threads(macs, loaders[0], state)
         stack.enter_context(set_threads(threads))
         body: Any = getattr(getattr(network, "backbone", None), "body", network)
         facts = Facts(
@@ -187,12 +200,14 @@ def train(
             job.compile(core, graphs)
         options = Options(save_every, log_every, skip_nan)
         engine = Engine(job, wrapped, core, optimizer, loaders, recipe, folder, accelerator, options, settings)
+        if accelerator.mixed_precision == "no":  # in fp32, as it is measured
+            engine.duration.expect(macs * recipe.accumulate, macs_per_second)
         if state is not None:
             engine.restore(*state)
         trained = not engine.finished
         if main:
             if state is None:
-                folder.clear()
+                folder.clear(start_over=not resume)
             if not engine.finished:
                 folder.begin(recipe.to_yaml(), config, settings, accelerator, engine.steps)
             folder.truncate(engine.epoch, engine.update)
@@ -221,6 +236,7 @@ def train(
         )
         engine.write_report()
     accelerator.wait_for_everyone()
+    folder.epochs = broadcast_from_main(folder.epochs)  # rank 0 alone has them; the result is the same in all processes
     if trained:  # last, without Accelerate's autocast around the model
         engine.check_saved()
     best = engine.best or {}
@@ -235,6 +251,12 @@ def _resumed_run(run: Path, output: str | Path | None, recipe: str | Recipe | No
     if output is not None and Path(output) != run:
         raise ValueError(f"--output {output} and --resume {run} name two folders; leave --output out")
     return run, recipe or str(run / "recipe.yaml")
+
+
+def _cpu_precision(run: str | Path) -> str | None:
+    """The precision of a run on a CPU if it was asked for: by itself a CPU trains in fp32, whatever the recipe says."""
+    environment = json.loads((Path(run) / "environment.json").read_text())
+    return "bf16" if environment["device"] == "cpu" and read_precision(run) == "bf16" else None
 
 
 def _name_of_weights(model: str | None, checkpoint: str | Path | None, pretrained: bool | None) -> str | None:
@@ -281,12 +303,10 @@ def _describe_unused_images(size: int, batches: int, recipe: Recipe, world_size:
     )
 
 
-def _choose_threads(network: nn.Module, loader: Loader, recipe: Recipe, micro_batch: int, state: Any) -> int:
+def _choose_threads(macs: float, loader: Loader, state: Any) -> int:
     """The CPU threads of the run; a resumed one keeps its number, because the last bits of its weights depend on it."""
     if state is not None and "threads" in state[1]:
         return min(state[1]["threads"], usable_cores())
-    size = getattr(recipe, "image_size", None)
-    macs = batch_macs(network, size, micro_batch) if size else float("inf")  # dense tasks have large images
     return choose_threads(macs, usable_cores(), loader.loader.num_workers if isinstance(loader, WorkerLoader) else 0)
 
 

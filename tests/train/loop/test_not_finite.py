@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.train.tiny import run
+from tokamix.train import run as train_run
 from tokamix.train.loop.engine import NotFiniteError
 from tokamix.train.loop.state import read_state
 from tokamix.train.tasks.classify import Classify
@@ -64,6 +65,24 @@ def test_skip_nan(tmp_path: Path, poison) -> None:
         run(tmp_path / "b", skip_nan=1)
 
 
+def test_skip_nan_in_fp16(tmp_path: Path, poison, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scaler, here on the CPU, goes on after a skipped step, with a smaller scale as after an overflow."""
+    real = train_run.create_accelerator
+
+    def with_scaler(*args, **kwargs):
+        accelerator = real(*args, **kwargs)
+        scaler = accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        # as Accelerate does in fp16
+        accelerator.unscale_gradients = lambda: [scaler.unscale_(one.optimizer) for one in accelerator._optimizers]
+        return accelerator
+
+    monkeypatch.setattr(train_run, "create_accelerator", with_scaler)
+    poison({(0, 1): float("nan"), (1, 2): float("nan")})
+    run(tmp_path, skip_nan=2)
+    rest = read_state(tmp_path / "state" / "state.safetensors")[1]
+    assert (rest["skipped"], rest["scaler"]["scale"]) == (2, 2.0)
+
+
 def test_gradient_not_finite_with_finite_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Never saved: detected at once if gradients are clipped, else before the weights are saved."""
     real = Classify.cross_entropy
@@ -96,3 +115,13 @@ def test_outputs_that_are_not_finite_are_reported(tmp_path: Path, capsys: pytest
         patch.setattr(Classify, "evaluate", lambda *args: evaluate(*args) | {"loss": float("nan")})
         run(tmp_path, quiet=False)
     assert "epoch 3: loss not finite: some outputs are NaN or infinite" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", ["loss", "top1"])
+def test_weights_whose_outputs_are_not_finite_are_never_the_best(tmp_path: Path, key: str) -> None:
+    """Neither is a first NaN kept for ever, nor does the accuracy of NaN, that of the first class, win."""
+    evaluate, values = Classify.evaluate, iter([{"top1": 99.0} | {key: float("nan")}, {"top1": 50.0}, {"top1": 60.0}])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Classify, "evaluate", lambda *args: evaluate(*args) | next(values))
+        result = run(tmp_path)
+    assert (result.best["epoch"], result.top1) == (3, 60.0)

@@ -11,7 +11,7 @@ from tokamix.data import ArrayDataset, DatasetSplits
 from tokamix.models.shipped import shipped_weights
 from tokamix.recipes import load_recipe
 from tokamix.train import train
-from tokamix.train.setup.choose import choose_recipe
+from tokamix.train.setup.choose import choose_recipe, fit_batch
 
 
 def images(count: int, side: int) -> DatasetSplits:
@@ -38,6 +38,12 @@ def test_by_the_data(count: int, side: int, recipe: str, values) -> None:
     chosen = load_recipe(choice.recipe, choice.settings)
     assert {key: getattr(chosen, key) for key in values} == values
     assert f"{count:,} images of about {side} px" in choice.reason
+
+
+def test_batches_fit_the_number_of_images() -> None:
+    """About eight steps an epoch, and never a larger batch than the recipe's."""
+    assert [fit_batch(64, images) for images in (1, 10, 80, 500, 511, 512, 10_000)] == [4, 4, 8, 32, 32, 64, 64]
+    assert fit_batch(2, 5) == 2
 
 
 @pytest.mark.parametrize(("count", "batch"), [(30, 4), (500, 32), (2_000, 64)])

@@ -166,3 +166,19 @@ def test_a_student_learns_from_its_teacher_alone(teacher_run: Path, tmp_path: Pa
     data.train.labels = (data.train.labels + 1) % 4
     result = run(tmp_path / "a", data=data, distillation="hard", teacher=str(teacher_run), distill_alpha=1.0, epochs=8)
     assert result.top1 > 80
+
+
+def test_classes_of_a_teacher_in_another_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The outputs of a run are permuted to the data's order; other names are told."""
+    data = tiny_data()
+    folder = run(tmp_path, data, epochs=1, warmup_epochs=0).folder
+    images = torch.randn(3, 3, 8, 8)
+
+    def logits(names: list[str]) -> Tensor:
+        return load_teacher(str(folder), 4, STUDENT, CPU, nullcontext, class_names=names)(images)
+
+    own, order = logits(list(data.classes)), [2, 0, 3, 1]
+    torch.testing.assert_close(logits([data.classes[i] for i in order]), own[:, order])
+    assert not caplog.messages
+    torch.testing.assert_close(logits(["cat", *data.classes[1:]]), own)
+    assert "has classes such as 'class 0', but the data has 'cat'" in caplog.text

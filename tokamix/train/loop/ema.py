@@ -20,8 +20,12 @@ class Ema:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
         self.weights = dict(model.state_dict())  # views of the model's own memory
-        self.average = {name: tensor.detach().clone() for name, tensor in self.weights.items()}
-        pairs = [(_local(self.average[name]), _local(self.weights[name])) for name in self.weights]
+        tensors = model.state_dict(keep_vars=True)
+        # modules may share a tensor, which has several names then: it has one average, or swapping would mix both up
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        averages = {name: self.weights[name].detach().clone() for name in names.values()}
+        self.average = {name: averages[names[id(tensor)]] for name, tensor in tensors.items()}
+        pairs = [(_local(average), _local(self.weights[name])) for name, average in averages.items()]
         self._smooth = [pair for pair in pairs if pair[0].is_floating_point()]
         self._counters = [pair for pair in pairs if not pair[0].is_floating_point()]
 

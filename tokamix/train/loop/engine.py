@@ -4,6 +4,7 @@ A run is a function of its recipe: each step's batch, augmentation and dropout f
 saved state holds everything else. So a run that is killed and resumed ends with the weights of an uninterrupted one.
 """
 
+import logging
 import math
 import random
 import time
@@ -27,12 +28,14 @@ from tokamix.train.loop.meter import Meter
 from tokamix.train.loop.optim import DropPathSchedule, WeightDecaySchedule, clip_each_gradient, create_scheduler
 from tokamix.train.loop.signals import Agreement, Interrupts, StoppableLoader
 from tokamix.train.loop.state import Tensors, load_optimizer, load_weights, optimizer_state, whole, write_state
+from tokamix.train.output.duration import Duration
 from tokamix.train.output.progress import Display
 from tokamix.train.output.run_folder import Row, RunFolder
 from tokamix.train.output.trackers import Trackers
 from tokamix.train.setup.accelerator import Accelerator, any_process
 from tokamix.train.tasks.task import Position, Task
 
+_log = logging.getLogger("tokamix")
 Batch = tuple[Any, Any]  # images and targets, in the form of the task
 COUNTERS = ("epoch", "step", "sums", "counted", "seconds", "best", "skipped", "finished")  # of the saved state
 
@@ -111,6 +114,8 @@ class Engine:
         self.best: Row | None = None
         self.best_weights: dict[str, Tensor] | None = None  # not on the disk yet
         self.saved_at, self.save_cost, self.evaluation_seconds = time.monotonic(), 0.0, float("inf")
+        self.duration = Duration(recipe, self.steps, self.val_loader.dataset_size)
+        self.told, self.advised = False, False  # how long the run takes, and what makes it shorter
         self.agreement = Agreement(accelerator.num_processes)
 
     @property
@@ -122,6 +127,7 @@ class Engine:
         """Train to the end of the recipe; `publish` writes curves and model card, given the best metrics."""
         self.display, self.trackers, self.publish = display, trackers, publish
         with Interrupts(self.accelerator.num_processes) as self.interrupts, display:
+            self._advise()
             while self.epoch < self.recipe.num_epochs:
                 self._train_epoch()
                 self._finish_epoch()
@@ -131,10 +137,16 @@ class Engine:
         self.wrapped.train(not self.recipe.eval_mode)
         batches = self.train_loader.epoch(self.epoch, start=self.step * self.recipe.accumulate)
         self.read_at = time.monotonic()
+        self.duration.begin()
         while self.step < self.steps:
             self._train_step(batches)
             self.step += 1
-            self.display.step(self.update)
+            self.duration.step(self.update)
+            self.display.step(self.update, self.duration.left(self.update))
+            if self.duration.is_settled and not self.told:
+                self.told = True
+                self.display.say(self.duration.describe(self.update))
+                self._advise()
             stop, save = self.agreement.exchange(self.interrupts.received, self._save_is_due())
             save |= stop or bool(self.options.save_every and self.update % self.options.save_every == 0)
             if save or self.step == self.steps or self.update % self.options.log_every == 0:
@@ -144,6 +156,12 @@ class Engine:
                 self.read_at = time.monotonic()
             if stop:
                 self._stop()
+
+    def _advise(self) -> None:
+        """Say once what makes a long run on a CPU shorter, also where nothing else is printed."""
+        if self.device.type == "cpu" and self.main and not self.advised and (text := self.duration.advice(self.update)):
+            _log.warning("%s", text)
+            self.advised = True
 
     def _stop(self) -> None:
         """End the run after its state was saved."""
@@ -204,6 +222,8 @@ class Engine:
 
     def _skip_step(self) -> None:
         self.optimizer.zero_grad()
+        if self.accelerator.scaler is not None:  # it has unscaled this step's gradients, and expects its end
+            self.accelerator.scaler.update()
         self.skipped += 1
         if self.skipped > self.options.skip_nan:
             self._raise_not_finite("loss or gradient", self.update, f", after {self.options.skip_nan} skipped steps")
@@ -273,8 +293,8 @@ class Engine:
         if self.recipe.select == "last":
             prefix, is_best = list(results)[-1], True
         else:
-            prefix = max(results, key=lambda kind: results[kind][self.task.metric])
-            is_best = self.best is None or results[prefix][self.task.metric] > self.best[self.task.metric]
+            prefix = max(results, key=lambda kind: self._score(results[kind]))
+            is_best = self.best is None or self._score(results[prefix]) > self._score(self.best)
         if is_best:
             self.best = {**results[prefix], "epoch": row["epoch"], "averaged": bool(prefix)}
             weights = self.ema.average if prefix and self.ema else self.saved.state_dict()
@@ -289,6 +309,11 @@ class Engine:
         if drawing is not None and self.main:
             self.folder.add_drawing(row["epoch"], drawing, self.best["epoch"] if self.best else row["epoch"])
 
+    def _score(self, metrics: Row) -> float:
+        """The metric that selects the best weights; outputs that are NaN or infinite are below all others."""
+        score = metrics[self.task.metric]
+        return score if math.isfinite(score) and math.isfinite(metrics.get("loss", 0.0)) else -math.inf
+
     def _measure(self) -> dict[str, dict[str, float]]:
         """Metrics of the weights, under "", and of their average, under "ema_"."""
         pad_to = self.recipe.micro_batch(self.accelerator.num_processes) if self.recipe.compile else None
@@ -302,7 +327,7 @@ class Engine:
         except KeyboardInterrupt:
             self.save()  # before the evaluation, which is repeated when the run is resumed
             self._stop()
-        self.evaluation_seconds = time.monotonic() - begun
+        self.evaluation_seconds = self.duration.evaluation = time.monotonic() - begun
         return results
 
     def _broadcast_buffers(self) -> None:

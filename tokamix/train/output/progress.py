@@ -8,7 +8,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from tokamix.train.output.duration import format_duration
 
 COLUMNS = 80
 INTERVAL = 30.0  # seconds without a line, where there is no terminal
@@ -39,12 +41,12 @@ class Display:
             BarColumn(bar_width=8),
             TaskProgressColumn(),
             TextColumn("{task.fields[text]}"),
-            TimeRemainingColumn(compact=True, elapsed_when_finished=False),
-            TextColumn("left"),
+            TextColumn("{task.fields[left]:>8} left"),
             console=self.console,
             refresh_per_second=4,
             disable=quiet or not self.console.is_terminal,
         )
+        self.left = ""
         self.update, self.printed_at, self.ended = update, time.monotonic(), threading.Event()
         self.prints_lines = not quiet and not self.console.is_terminal
         if update >= epochs * steps:
@@ -53,7 +55,7 @@ class Display:
             self.say(f"{title}: resuming {folder} after step {update} of {epochs * steps}")
         else:
             self.say(f"{title}: {_count(epochs, 'epoch')} of {_count(steps, 'step')}, in {folder}")
-        self.task = self.bar.add_task("", total=epochs * steps, completed=update, text="")
+        self.task = self.bar.add_task("", total=epochs * steps, completed=update, text="", left="")
 
     def __enter__(self) -> Self:
         self.bar.__enter__()
@@ -67,10 +69,10 @@ class Display:
         self.ended.set()
         self.bar.__exit__(kind, error, trace)
 
-    def step(self, update: int) -> None:
-        """Move the bar."""
-        self.update = update
-        self.bar.update(self.task, completed=update)
+    def step(self, update: int, left: float | None = None) -> None:
+        """Move the bar; `left` is the number of seconds to the end of the run."""
+        self.update, self.left = update, "" if left is None else format_duration(left)
+        self.bar.update(self.task, completed=update, left=self.left)
 
     def report(self, row: dict[str, Any]) -> None:
         """Show the metrics of the last steps."""
@@ -105,6 +107,7 @@ class Display:
         if self.update and not step:
             epoch, step = epoch - 1, self.steps
         parts = [f"epoch {epoch + 1}/{self.epochs}", f"step {step}/{self.steps}"]
+        parts += [f"{self.left} left"] if self.left else []
         if self.last is not None:
             parts += [f"loss {self.last['loss']:.4f}", *self.metrics[:1]]
             parts.append(f"{self.last['images_per_second']:,.0f} img/s")

@@ -57,8 +57,14 @@ class RunFolder:
         environment = describe_environment(accelerator) | {"steps": steps, "settings": settings}
         write_json(self.path / "environment.json", environment, indent=2)
 
-    def clear(self) -> None:
-        """Remove the outputs of an earlier run, before a new one starts."""
+    def clear(self, start_over: bool) -> None:
+        """Remove the outputs of an earlier run, before a new one starts, or starts over."""
+        # a kill before the first state was complete leaves its folder
+        if not start_over and (self.path / "last.safetensors").exists() and not self.state.parent.exists():
+            raise ValueError(
+                f"{self.path} holds the weights of a run whose {self.state.parent.name}/ was removed, so it cannot be"
+                " resumed; use another --output, or start over with --no-resume, which deletes the weights"
+            )
         if (self.path / "model.safetensors").exists() and not (self.path / "metrics.jsonl").exists():
             raise ValueError(f"{self.path} holds a model that is not of a tokamix run; use another --output")
         for name in OUTPUTS:
@@ -132,7 +138,7 @@ class RunFolder:
         """The last evaluation, of the averaged weights if there are any, with the keys of the best one."""
         keys = [key for key in best if key not in ("epoch", "averaged")]
         row = next((row for row in reversed(self.epochs) if keys[0] in row), None)
-        if row is None:  # rank 0 alone has the epochs
+        if row is None:  # metrics.jsonl was removed
             return {}
         prefix = "ema_" if f"ema_{keys[0]}" in row else ""
         return {key: row[prefix + key] for key in keys} | {"epoch": row["epoch"], "averaged": bool(prefix)}

@@ -65,8 +65,8 @@ def choose_recipe(
         shipped = few and checkpoint is None
         size = min(SMALL_SIDE, _fit(side)) if shipped else _weights_size(model, checkpoint)
         settings["image_size"] = size
-        if count is not None and count < 512:  # eight steps an epoch or more
-            settings["batch_size"] = max(4, 2 ** int(math.log2(count / 8)))
+        if count is not None and (batch := fit_batch(64, count)) < 64:
+            settings["batch_size"] = batch
         why = (
             f"{seen}, too few to learn from alone"
             if shipped
@@ -89,6 +89,11 @@ def choose_recipe(
         settings |= {"batch_size": batch, "epochs": epochs, "eval_every": max(1, epochs // 20)}
         settings["warmup_epochs"] = round(epochs / 30, 1)
     return _without(Choice("small", settings, f"{seen}, without weights to start from"), given)
+
+
+def fit_batch(batch_size: int, images: int) -> int:
+    """A batch size, or a smaller one with about eight steps an epoch where images are few."""
+    return batch_size if images >= 8 * batch_size else min(batch_size, max(4, 2 ** int(math.log2(max(1, images / 8)))))
 
 
 def _without(choice: Choice, given: Mapping[str, Any]) -> Choice:

@@ -1,5 +1,6 @@
 """Distillation teachers: any timm model, checkpoint or ONNX file that returns logits."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from json import loads
@@ -16,6 +17,7 @@ from tokamix.compile import compile_blocks
 from tokamix.inference import load_model
 from tokamix.models._registry import create_model
 
+_log = logging.getLogger("tokamix")
 Statistics = tuple[Sequence[float], Sequence[float]]
 
 
@@ -51,6 +53,7 @@ def load_teacher(
     autocast: Callable[[], AbstractContextManager[Any]],
     compiled: bool = False,
     image_size: int | None = None,
+    class_names: Sequence[str] = (),
 ) -> Teacher:
     """Load a teacher.
 
@@ -64,15 +67,18 @@ def load_teacher(
         autocast: context manager of its forward passes.
         compiled: use torch.compile.
         image_size: side of its images; None: the student's, or the only one that it takes.
+        class_names: of the data; the outputs of a run that has the same classes in another order are permuted.
     """
     if source.endswith(".onnx"):
         return _onnx_teacher(source, num_classes, student, device, image_size)
-    model = _load_model(source).to(device).eval().requires_grad_(False)
+    model, names = _load_model(source)
+    model.to(device).eval().requires_grad_(False)
     if model.num_classes != num_classes:
         raise ValueError(
             f"the teacher {source} has {model.num_classes} classes, but the data has {num_classes}; give one that was"
             " trained on the same classes"
         )
+    order = _class_order(source, names, class_names)
     config = resolve_model_data_config(model)
     own = tuple(config["input_size"][1:]) if model.pretrained_cfg.get("fixed_input_size") else None
     size = _choose_size(source, own, image_size)
@@ -81,14 +87,17 @@ def load_teacher(
 
     def logits(images: Tensor) -> Tensor:
         with autocast():
-            return model(images)
+            output = model(images)
+        return output if order is None else output[:, order.to(output.device)]
 
     return Teacher(logits, (config["mean"], config["std"]), student, size, device)
 
 
-def _load_model(source: str) -> Any:
+def _load_model(source: str) -> tuple[Any, tuple[str, ...]]:
+    """The model, and the names of its classes if it is a run's."""
     if Path(source).is_dir():
-        return load_model(source)[0]
+        model, inference = load_model(source)
+        return model, inference.class_names if inference.has_class_names else ()
     name, at, file = source.partition("@")
     if at and not name.startswith("hf-hub:"):
         weights = unwrap(read_checkpoint(file))
@@ -97,10 +106,23 @@ def _load_model(source: str) -> Any:
         if classifier is not None and classifier.shape[0] != model.num_classes:
             model = create_model(name, num_classes=classifier.shape[0])
         load_checkpoint(model, weights)
-        return model
+        return model, ()
     if Path(source).suffix in (".pth", ".pt", ".safetensors", ".bin"):
         raise ValueError(f"{source} has weights but no model name; write NAME@{source}")
-    return create_model(source, pretrained=True)
+    return create_model(source, pretrained=True), ()
+
+
+def _class_order(source: str, names: Sequence[str], wanted: Sequence[str]) -> Tensor | None:
+    """The teacher's class for each class of the data; None if they are the same, or not known."""
+    if not names or not wanted or tuple(names) == tuple(wanted):
+        return None
+    if set(names) != set(wanted):
+        _log.warning(
+            "the teacher %s has classes such as %r, but the data has %r: its outputs are taken in the data's order",
+            *(source, *next(pair for pair in zip(names, wanted, strict=False) if pair[0] != pair[1])),
+        )
+        return None
+    return torch.tensor([list(names).index(name) for name in wanted])
 
 
 def _choose_size(source: str, own: Any, image_size: int | None) -> Any:

@@ -40,6 +40,7 @@ class Distill(Classify):
             accelerator.autocast,
             self.recipe.compile,
             self.recipe.teacher_size,
+            self.splits.classes,
         )
 
     def loss(self, model: nn.Module, images: Tensor, labels: Tensor, position: Position) -> tuple[Tensor, Logs]:
