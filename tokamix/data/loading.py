@@ -187,7 +187,10 @@ class WorkerLoader(Loader):
             for *parts, problems in _start_workers(loader):
                 for name, problem in problems.items():
                     if self.corrupt == "raise":
-                        raise DataError(f"{problem}; remove it, or skip such images (--corrupt skip, corrupt='skip')")
+                        raise DataError(
+                            f"{problem}; remove it, or skip such images (--corrupt skip, corrupt='skip');"
+                            " `tokamix info --data SOURCE` lists all of them"
+                        )
                     if name not in self.skipped:
                         _log.warning("skipped: %s", problem)
                         self.skipped[name] = problem

@@ -294,9 +294,10 @@ def _describe_unused_images(size: int, batches: int, recipe: Recipe, world_size:
     unused = size - batches // parts * parts * recipe.micro_batch(world_size) * world_size
     if unused <= size / 100:
         return None
-    steps, multiple = -(-size // recipe.batch_size), world_size * recipe.accumulate
-    better = size // steps // multiple * multiple
-    cure = f"; --batch-size {better} leaves out {size - steps * better}" if size - steps * better < unused else ""
+    multiple = world_size * recipe.accumulate
+    near = range(-(-recipe.batch_size // 2 // multiple) * multiple, recipe.batch_size + 1, multiple)
+    better = min((batch for batch in near if batch), key=lambda batch: (size % batch, -batch))
+    cure = f"; --batch-size {better} leaves out {size % better or 'none'}" if size % better < unused else ""
     return (
         f"each epoch leaves out {unused} of {size:,} images, different ones each time, which do not fill a batch of"
         f" {recipe.batch_size}{cure}"

@@ -261,6 +261,8 @@ def test_labels_out_of_range() -> None:
 
 
 def test_unknown_names() -> None:
+    with pytest.raises(DataError, match=r"there is no data set 'nowhere/'; no file or folder has this path"):
+        create_dataset("nowhere/")
     with pytest.raises(DataError, match=r"there is no data set 'digitz'; did you mean digits\?"):
         create_dataset("digitz")
     with pytest.raises(DataError, match=r"did you mean CIFAR100\?"):

@@ -60,6 +60,8 @@ def open_images(source: str, seed: int = 0, labels: bool = True) -> DatasetSplit
         names = ["digits", "shapes", "wds:", "hf:", *(entry[0] for entry in TORCHVISION.values())]
         near = difflib.get_close_matches(kind, names, n=1)
         hint = f"did you mean {near[0]}?" if near else f"possible are a folder, a .npz file, {', '.join(names)}"
+        if "/" in source and ":" not in source:
+            hint = "no file or folder has this path"
         raise DataError(f"there is no data set {source!r}; {hint}")
     if len(val.classes) > len(train.classes):
         raise DataError(
