@@ -3,7 +3,8 @@
     python benchmarks/training_cpu.py finetune pyramid_nano_softmax.cifar100 --size 48 --batch 64 --pretrained
 
 Trains on noise as `tokamix train` does. Rounds in which the augmentation computes all images, and those that need it
-alone (`tokamix.data.images.augment._apply_to`), follow each other in one process. Prints the median of each part of a
+alone (`tokamix.data.images.augment._apply_to`), follow each other in one process, and rounds with PyTorch's own linear
+layers instead of oneDNN's (`tokamix.ops.cpu`). Prints the median of each part of a
 step: the wall time, and the process's CPU time, which other programs change less. `--bf16` measures autocast as well,
 `--kernels 20` prints operators, `--evaluate` measures the evaluation of as many images as the batch has, eight times.
 GOMP_SPINCOUNT and OMP_NUM_THREADS are read when the process starts: compare them from the shell.
@@ -25,6 +26,7 @@ from profile_training import StopError, create_noise
 
 from tokamix.bench.timing import print_costs
 from tokamix.data.images import augment
+from tokamix.ops.dispatch import use_backend
 from tokamix.recipes import Recipe, load_recipe
 from tokamix.train import train
 from tokamix.train.loop.engine import Engine
@@ -76,6 +78,7 @@ def measure(engine: Engine, recipe: Recipe, arguments: argparse.Namespace) -> No
     variants: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Any]] = {
         "before": (nullcontext, whole_batch),
         "now": (nullcontext, augment._apply_to),
+        "plain layers": (lambda: use_backend("eager"), augment._apply_to),
     }
     if arguments.bf16:
         variants["bf16"] = (lambda: torch.autocast("cpu", torch.bfloat16), augment._apply_to)

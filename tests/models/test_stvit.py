@@ -215,7 +215,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         shapes.append(out.shape)
         return out
 
-    monkeypatch.setattr("tokamix.layers.activation._can_fuse", lambda *_: True)
+    monkeypatch.setattr("tokamix.layers.linear._can_fuse", lambda *_: True)
     monkeypatch.setattr(torch, "_addmm_activation", record)
     return shapes
 

@@ -115,7 +115,7 @@ def test_tensors_of_another_gpu(launched: Launched, slow_launches: list[int], mo
     for _ in range(3):
         launch(x, out)
         assert launched[-1][3] == "stream of -1"
-    assert len(slow_launches) == 1
+    assert len(slow_launches) == 3  # nothing is cached
     assert current == [0]
     with dispatch.use_light(False):
         launch(x, out)

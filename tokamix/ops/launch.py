@@ -59,12 +59,11 @@ class Launch:
             pointers.append(pointer)
             key += (x.dtype, pointer % ALIGNMENT == 0, x.get_device())
         found = self.compiled.get(tuple(key))
-        if found is None:  # always for tensors of another device than the current one
+        if found is None:
             with _device_of(tensors):
-                if tensors[0].get_device() != device:
-                    self(*tensors)
-                elif _is_launchable(compiled := self._launch(tensors)):
-                    self.compiled[tuple(key)] = (compiled.run, compiled.function, compiled.packed_metadata, compiled)
+                compiled = self._launch(tensors)
+            if tensors[0].get_device() == device and _is_launchable(compiled):
+                self.compiled[tuple(key)] = (compiled.run, compiled.function, compiled.packed_metadata, compiled)
             return
         run, function, metadata, _ = found
         stream = driver.active.get_current_stream(device)
