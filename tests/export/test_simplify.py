@@ -140,7 +140,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, tuple[int, ...]], str, str]] =
         {"W": (4, 4), "B": (4,), "G": (4,)},
         "n = LayerNormalization<axis=-1>(x, G, B) a = MatMul(n, W) b = Add(a, B) c = Add(x, b) d = Gelu(c)"
         " e = MatMul(d, W) f = Add(e, B) h = Add(c, f) y = Softmax(h)",
-        "LayerNormalization Reshape Gemm Reshape Add Gelu Gemm Add Reshape Softmax",
+        "Reshape LayerNormalization Gemm Add Gelu Gemm Add Reshape Softmax",
     ),
     "a residual block in few rows, with which OpenVINO crashes": (
         (2, 3, 4),
