@@ -3,7 +3,6 @@
 Rules look at one node and what it reads. They need sizes that are numbers, so a graph of dynamic size keeps more nodes.
 """
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -405,61 +404,6 @@ def reshape_first(node: Any) -> bool:
     return replace(node, add_node(node, "Transpose", [source], moved, perm=perm))
 
 
-def merge_moves(node: Any) -> bool:
-    """Transpose(Reshape(Transpose(x))) -> Reshape(Transpose(Reshape(x))), which copies once, if a Reshape merges.
-
-    Such are the ways from a convolution's map to windows, and back.
-    """
-    between = producer_of(node.inputs[0], "Reshape")
-    first = None if between is None else producer_of(between.inputs[0], "Transpose")
-    if between is None or first is None:
-        return False
-    moved, split = shape_of(between.inputs[0]), shape_of(node.inputs[0])
-    axes = None if moved is None or split is None else _common_axes(moved, split)
-    if axes is None:
-        return False
-    sizes, old, new = axes
-    before = [axis for position in np.argsort(perm_of(first)) for axis in old[position]]
-    after = [axis for position in perm_of(node) for axis in new[position]]
-    given, wanted = (tuple(sizes[axis] for axis in order) for order in (before, after))
-    free = producer_of(first.inputs[0], "Reshape") is not None or shape_of(first.inputs[0]) == given
-    if not (free or only_read_by(node.outputs[0], "Reshape") or shape_of(node.outputs[0]) == wanted):
-        return False
-    source = add_reshape(node, first.inputs[0], given)
-    perm = [before.index(axis) for axis in after]
-    return reshape(node, add_node(node, "Transpose", [source], node, shape=wanted, perm=perm))
-
-
-def _common_axes(
-    first: tuple[int, ...], second: tuple[int, ...]
-) -> tuple[list[int], list[list[int]], list[list[int]]] | None:
-    """The sizes of the axes of which those of both shapes are made, and which of them each axis of a shape is."""
-    ends = [[math.prod(shape[i:]) for i in range(len(shape) + 1)] for shape in (first, second)]
-    cuts = sorted({*ends[0], *ends[1]}, reverse=True)
-    if 0 in cuts or any(cut % smaller for cut, smaller in itertools.pairwise(cuts)):
-        return None
-    sizes = [cut // smaller for cut, smaller in itertools.pairwise(cuts)]
-    old, new = ([list(range(cuts.index(a), cuts.index(b))) for a, b in itertools.pairwise(end)] for end in ends)
-    return sizes, old, new
-
-
-def norm_later(node: Any) -> bool:
-    """Transpose(Reshape(norm of a moved map)) -> the norm of what is moved twice: the moves merge."""
-    split = producer_of(node.inputs[0], "Reshape")
-    norm = None if split is None else producer_of(split.inputs[0], "LayerNormalization")
-    tokens = None if norm is None else producer_of(norm.inputs[0], "Reshape")
-    if norm is None or tokens is None or producer_of(tokens.inputs[0], "Transpose", uses=None) is None:
-        return False
-    before, shape, perm = shape_of(norm.inputs[0]), shape_of(node.inputs[0]), perm_of(node)
-    if before is None or shape is None or before[-1] != shape[-1] or perm[-1] != len(perm) - 1:
-        return False
-    if norm.attributes.get_int("axis", -1) != -1:
-        return False
-    source = add_reshape(node, norm.inputs[0], shape)
-    moved = add_node(node, "Transpose", [source], node, perm=perm)
-    return replace(node, add_node(node, norm.op_type, [moved, *norm.inputs[1:]], norm, shape=tuple(moved.shape)))
-
-
 def drop_axes(node: Any) -> bool:
     """f(Reshape(x), y), where the Reshape adds leading axes of size 1 -> f(x, y), which broadcasts."""
     plain = [_without_axes(value) for value in node.inputs]
@@ -542,7 +486,7 @@ def sink_reshapes(node: Any) -> bool:
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "Identity": (drop_identity,),
-    "Transpose": (drop_transpose, merge_transposes, gathers_to_split, merge_moves, norm_later, sink_axes),
+    "Transpose": (drop_transpose, merge_transposes, gathers_to_split, sink_axes),
     "Squeeze": (unbind_to_gather, to_reshape),
     "Unsqueeze": (to_reshape,),
     "Reshape": (transpose_keys, gather_shaped, merge_reshapes, reshape_first, join_reshapes),
