@@ -196,7 +196,8 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, tuple[int, ...]], str, str]] =
     "the same order of what two linear layers make": (
         (6, 4),
         {"W": (4, 5), "D": (5,), "V": (4, 5), "E": (5,), "i": (5, 0, 2, 1, 4, 3)},
-        "n = Softmax(x) a = Gemm(n, W, D) b = Gelu(a) c = Gather(b, i) d = Gemm(n, V, E) e = Gather(d, i) y = Mul(c, e)",
+        "n = Softmax(x) a = Gemm(n, W, D) b = Gelu(a) c = Gather(b, i) d = Gemm(n, V, E) e = Gather(d, i)"
+        " y = Mul(c, e)",
         "Softmax Gather Gemm Gelu Gemm Mul",
     ),
     "some rows of a linear layer": (
@@ -221,8 +222,9 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, tuple[int, ...]], str, str]] =
     "normed queries and keys of heads": (
         (1, 9, 4, 5),
         {"G": (5,), "B": (5,), "p": (3, 3, 3)},
-        "q, k, v = Split<axis=1>(x, p) a = LayerNormalization<axis=-1>(q, G, B) b = LayerNormalization<axis=-1>(k, G, B)"
-        " c = Transpose<perm=[0, 1, 3, 2]>(b) d = MatMul(a, c) e = Softmax<axis=-1>(d) f = MatMul(e, v) y = Abs(f)",
+        "q, k, v = Split<axis=1>(x, p) a = LayerNormalization<axis=-1>(q, G, B)"
+        " b = LayerNormalization<axis=-1>(k, G, B) c = Transpose<perm=[0, 1, 3, 2]>(b)"
+        " d = MatMul(a, c) e = Softmax<axis=-1>(d) f = MatMul(e, v) y = Abs(f)",
         "Split Reshape LayerNormalization Reshape LayerNormalization Transpose MatMul Softmax MatMul Abs",
     ),
     "the mean over the tokens of one image": (
