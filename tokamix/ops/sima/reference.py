@@ -27,9 +27,9 @@ def sima_attention(q: Tensor, k: Tensor, v: Tensor, norm: str | None, order: str
 def exported_self_attention(qkv: Tensor, eps: float) -> Tensor:
     """Self-attention of qkv (B, N, 3, H, D) -> (B, N, H * D) in few operators, for exported graphs."""
     q, k, v = qkv.flatten(2, 3).transpose(1, 2).chunk(3, 1)  # (B, H, N, D)
-    # values are normed as well, in vain: to leave them out, runtimes would copy q and k
-    norm_q, norm_k, _ = qkv.flatten(2).abs().sum(1).clamp_min(eps).chunk(3, 1)  # (B, H * D)
-    mixing = (k.mT @ v) / (norm_q * norm_k).view(*k.shape[:2], -1, 1)
+    # one by one: to norm q and k as one tensor would copy them once more
+    norm_q, norm_k = (x.abs().sum(2).clamp_min(eps) for x in (q, k))  # (B, H, D)
+    mixing = (k.mT @ v) / (norm_q * norm_k).unsqueeze(-1)
     return (q @ mixing).transpose(1, 2).flatten(2)
 
 
