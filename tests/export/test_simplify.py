@@ -140,7 +140,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, tuple[int, ...]], str, str]] =
         {"W": (4, 4), "B": (4,), "G": (4,)},
         "n = LayerNormalization<axis=-1>(x, G, B) a = MatMul(n, W) b = Add(a, B) c = Add(x, b) d = Gelu(c)"
         " e = MatMul(d, W) f = Add(e, B) h = Add(c, f) y = Softmax(h)",
-        "LayerNormalization Reshape Gemm Reshape Add Gelu Gemm Add Reshape Softmax",
+        "Reshape LayerNormalization Gemm Add Gelu Gemm Add Reshape Softmax",
     ),
     "a residual block in few rows, with which OpenVINO crashes": (
         (2, 3, 4),
@@ -186,6 +186,65 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, tuple[int, ...]], str, str]] =
         " e = Slice(d, i, j, axis) q = Squeeze(e, axis) f = Slice(d, j, k, axis) v = Squeeze(f, axis)"
         " g = Mul(q, G) y = Add(g, v)",
         "Reshape Gemm Reshape Transpose Gather Gather Add",
+    ),
+    "tokens in another order between Reshapes": (
+        (6, 4),
+        {"s": (1, 6, 4), "i": (5, 0, 2, 1, 4, 3), "t": (2, 3, 4)},
+        "a = Reshape(x, s) b = Gather<axis=1>(a, i) c = Reshape(b, t) y = Abs(c)",
+        "Gather Abs",
+    ),
+    "the same order of what two linear layers make": (
+        (6, 4),
+        {"W": (4, 5), "D": (5,), "V": (4, 5), "E": (5,), "i": (5, 0, 2, 1, 4, 3)},
+        "n = Softmax(x) a = Gemm(n, W, D) b = Gelu(a) c = Gather(b, i) d = Gemm(n, V, E) e = Gather(d, i)"
+        " y = Mul(c, e)",
+        "Softmax Gather Gemm Gelu Gemm Mul",
+    ),
+    "some rows of a linear layer": (
+        (6, 4),
+        {"W": (4, 5), "D": (5,), "i": (5, 0)},
+        "a = Gemm(x, W, D) b = Gather(a, i) y = Abs(b)",
+        "Gemm Gather Abs",
+    ),
+    "a norm of tokens that a linear layer reads as rows": (
+        (1, 3, 4, 3),
+        {"G": (3,), "B": (3,), "W": (3, 3), "D": (3,), "s": (1, 12, 3), "r": (12, 3)},
+        "t = Transpose<perm=[0, 2, 1, 3]>(x) a = Reshape(t, s) n = LayerNormalization<axis=-1>(a, G, B)"
+        " b = Reshape(n, r) c = Gemm(b, W, D) e = Reshape(t, r) f = Softmax(e) y = Sub(c, f)",
+        "Transpose Reshape LayerNormalization Gemm Softmax Sub",
+    ),
+    "weights of single heads in front of a product": (
+        (3, 4, 5),
+        {"W": (1, 3, 5, 2), "s": (1, 3, 4, 5)},
+        "a = Reshape(x, s) b = Softmax<axis=-1>(a) c = MatMul(b, W) y = Abs(c)",
+        "Softmax MatMul Abs",
+    ),
+    "normed queries and keys of heads": (
+        (1, 9, 4, 5),
+        {"G": (5,), "B": (5,), "p": (3, 3, 3)},
+        "q, k, v = Split<axis=1>(x, p) a = LayerNormalization<axis=-1>(q, G, B)"
+        " b = LayerNormalization<axis=-1>(k, G, B) c = Transpose<perm=[0, 1, 3, 2]>(b)"
+        " d = MatMul(a, c) e = Softmax<axis=-1>(d) f = MatMul(e, v) y = Abs(f)",
+        "Split Reshape LayerNormalization Reshape LayerNormalization Transpose MatMul Softmax MatMul Abs",
+    ),
+    "the mean over the tokens of one image": (
+        (6, 4),
+        {"s": (1, 2, 3, 4), "axes": (1, 2)},
+        "a = Gelu(x) b = Reshape(a, s) m = ReduceMean<keepdims=0>(b, axes) y = Abs(m)",
+        "Gelu ReduceMean Abs",
+    ),
+    "the mean over the tokens of two images": (
+        (6, 4),
+        {"s": (2, 3, 4), "axes": (1,)},
+        "a = Softmax(x) b = Reshape(a, s) m = ReduceMean<keepdims=0>(b, axes) y = Abs(m)",
+        "Softmax Reshape ReduceMean Abs",
+    ),
+    "weights of channels": (
+        (6, 4),
+        {"s": (1, 6, 4), "W": (4, 4), "t": (1, 1, 4), "axes": (0,)},
+        "a = MatMul(x, W) b = Reshape(a, s) m = ReduceMean<keepdims=1>(a, axes) w = Reshape(m, t) c = Mul(w, b)"
+        " y = Softmax(c)",
+        "MatMul ReduceMean Mul Reshape Softmax",
     ),
     "the scale of the queries of a convolution": (
         (1, 4, 3, 1),

@@ -1,10 +1,14 @@
 """Normalisation over the channels of maps and tokens."""
 
+from typing import TypeGuard
+
 import torch
+import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from tokamix.layers.bare import is_bare
+from tokamix.layers.bare import is_bare, is_hooked
+from tokamix.layers.layout import channels_first, channels_last
 from tokamix.layers.recompute import recompute_in_backward
 from tokamix.ops import cpu, dispatch, layer_norm
 from tokamix.ops.precision import to_autocast_dtype
@@ -45,6 +49,10 @@ def apply_batch_norm(norm: nn.Module, x: Tensor, inplace: bool = False) -> Tenso
     """
     if type(norm) is nn.Identity:  # folded into another layer
         return x
+    if dispatch.is_exporting_to("onnx", "openvino") and x.ndim == 4 and _is_fixed(norm):
+        # in the layout of the convolutions around it; rows would be transposed for each of them
+        mean, variance, weight, bias = norm.running_mean, norm.running_var, norm.weight, norm.bias
+        return channels_last(F.batch_norm(channels_first(x), mean, variance, weight, bias, eps=norm.eps))
     if cpu.usable(x) and is_bare(norm, nn.BatchNorm1d) and not norm.training and x.shape[-1] == norm.num_features:
         mean, variance = norm.running_mean, norm.running_var
         if mean is not None and variance is not None:
@@ -53,3 +61,9 @@ def apply_batch_norm(norm: nn.Module, x: Tensor, inplace: bool = False) -> Tenso
             shift = torch.addcmul(norm.bias, mean, scale, value=-1)
             return torch.addcmul(shift, x, scale, out=x if inplace else None)
     return norm(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+
+def _is_fixed(norm: nn.Module) -> TypeGuard[nn.BatchNorm1d]:
+    """Whether a norm is a BatchNorm of stored statistics and nothing else."""
+    plain = type(norm) is nn.BatchNorm1d and not is_hooked(norm)
+    return plain and not norm.training and norm.running_mean is not None

@@ -32,7 +32,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from tokamix.layers import GELU, LayerNorm, Mlp, PatchEmbed, add_scaled, apply_linear, map_to_tokens, tokens_to_map
 from tokamix.mixers import WeightMixing
 from tokamix.models._backbone import Column, Pyramid, PyramidStage, image_cfg, register_model, rename
-from tokamix.ops import resize_bank
+from tokamix.ops import dispatch, resize_bank
 
 Pair = tuple[int, int]
 _log = logging.getLogger("tokamix")
@@ -59,6 +59,11 @@ class PatchMerging(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, H, W, C) -> (B, ceil(H/2), ceil(W/2), out_dim)."""
         x = _pad(x, 1, 2)
+        if dispatch.is_exporting_fixed(*x.shape[1:3]):  # one gather of tokens instead of a transpose between reshapes
+            rows, columns = (torch.arange(n, device=x.device).unflatten(0, (-1, 2)) for n in x.shape[1:3])
+            order = rows[:, None, :, None] * x.shape[2] + columns[:, None, :]  # (H/2, W/2, 2, 2)
+            merged = x.flatten(1, 2).index_select(1, order.flatten()).unflatten(1, order.shape)
+            return self.proj(self.norm(merged.flatten(3)))
         x = x.unflatten(2, (x.shape[2] // 2, 2)).unflatten(1, (x.shape[1] // 2, 2))
         return apply_linear(self.proj, self.norm(x.transpose(2, 3).flatten(3)))
 

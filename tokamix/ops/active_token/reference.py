@@ -69,8 +69,9 @@ def gather_exported(x: Tensor, plan: GatherPlan) -> tuple[Tensor, Tensor]:
     rows = _pad(x).reshape(-1, x.shape[-1] // groups)
     right = plan.rows + _strides(x.shape[2], groups, x.device)
     left, right = (F.embedding(index, rows) for index in (plan.rows, right))  # (2, B, H, W, G, C / G)
-    along_width, along_height = (left + fraction * (right - left)).to(x.dtype).unbind()
-    return along_width.flatten(3), along_height.flatten(3)
+    # split as the rows of a linear layer, which reads them next
+    along_width, along_height = (left + fraction * (right - left)).to(x.dtype).view(-1, x.shape[-1]).chunk(2)
+    return along_width.view(x.shape), along_height.view(x.shape)
 
 
 def _strides(width: int, groups: int, device: torch.device) -> Tensor:

@@ -26,23 +26,26 @@ def bank_mixing(
     activation: str = "softmax",
 ) -> Tensor:
     """Mix values v (B, N, heads, d) with the weights of `mixing_weights`; see `tokamix.ops.bank_mixing`."""
-    values = to_windows(v, grid, window, shift).transpose(2, 3)  # (B, windows, heads, sources, d)
     if dispatch.is_exporting() and activation == "softmax" and policy is not None:
-        mixed = _exported_mixing(values, policy, bank, grid, window, shift, shift_mask)
+        mixed = _exported_mixing(v, policy, bank, grid, window, shift, shift_mask)
     else:
+        values = to_windows(v, grid, window, shift).transpose(2, 3)  # (B, windows, heads, sources, d)
         weights = mixing_weights(policy, bank, grid, window, shift, shift_mask, activation).to(v.dtype)
         mixed = (weights.permute(1, 2, 3, 4, 0) @ values).transpose(2, 3)
     return from_windows(mixed, grid, window, shift)  # from (B, windows, destinations, heads, d)
 
 
 def _exported_mixing(
-    values: Tensor, policy: Tensor, bank: Tensor, grid: Pair, window: Pair, shift: Pair, shift_mask: bool
+    v: Tensor, policy: Tensor, bank: Tensor, grid: Pair, window: Pair, shift: Pair, shift_mask: bool
 ) -> Tensor:
     """The product of softmax weights and values for exported graphs, (B, windows, destinations, heads, d).
 
     ONNX Runtime is fast at a softmax over the last axis only. OpenVINO is slow at transposing matrices, more than at a
     softmax over the first axis, written out: there, sources stay the first axis and only whole rows move.
+
+    Values and policies are ordered alike, so that `tokamix.export.simplify` orders what both are made from, once.
     """
+    values = _to_sources(v, grid, window, shift).permute(1, 2, 3, 0, 4)  # (B, windows, heads, sources, d)
     table = expand_bank(bank, window).permute(1, 0, 2)  # (sources, K, destinations)
     rows = _to_sources(policy.transpose(2, 3), grid, window, shift)
     shape = rows.shape[1:4]  # B, windows, heads
