@@ -273,8 +273,7 @@ def speed_lines(rows: list[dict[str, str]]) -> list[str]:
         "## Latency",
         "",
         "- **eager**: the model in PyTorch, `model(images)`, BatchNorms folded.",
-        "- **eager, plain layers**: the same without oneDNN's kernels (`TOKAMIX_BACKEND=eager`), as under"
-        " `torch.no_grad()`.",
+        "- **eager, plain layers**: the same without oneDNN's kernels (`TOKAMIX_BACKEND=eager`).",
         "- **authors' operators**: the same model in PyTorch's own layers with the mixer written as in its authors'"
         " code. Not written for AMixer.",
         "- **onnx**, **onnx-int8**: ONNX Runtime, in fp32 and in int8.",

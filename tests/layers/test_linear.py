@@ -150,8 +150,14 @@ def test_other_derivatives_on_a_cpu(on_amd: list[bool]) -> None:
         for call in (apply_linear, nn.Linear.forward)
     ]
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
-    checkpointed = checkpoint(apply_linear, layer, x, use_reentrant=False)
-    torch.testing.assert_close(torch.autograd.grad(checkpointed.sum(), x)[0], layer.weight.sum(0).expand(5, 8))
+    for reentrant in (False, True):
+        checkpointed = checkpoint(apply_linear, layer, x, use_reentrant=reentrant)
+        assert torch.equal(checkpointed, apply_linear(layer, x))  # the same product in both passes
+        checkpointed.sum().backward()
+        torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(5, 8))
+        x.grad = None
+    with torch.no_grad():
+        assert torch.equal(apply_linear(layer, x), checkpointed)
     assert on_amd
     on_amd.clear()
     calls = (partial(call, layer) for call in (apply_linear, nn.Linear.forward))
@@ -162,8 +168,6 @@ def test_other_derivatives_on_a_cpu(on_amd: list[bool]) -> None:
         torch.testing.assert_close(forward_ad.unpack_dual(out).tangent, tangents[0])
     with torch.autocast("cpu", torch.bfloat16):
         assert apply_linear(layer, x).dtype is torch.bfloat16
-    with torch.no_grad():
-        assert torch.equal(apply_linear(layer, x), layer(x))
     assert not on_amd
 
 

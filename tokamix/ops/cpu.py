@@ -1,7 +1,7 @@
 """Eager float32 layers on a CPU with oneDNN; for inference fused with what follows them, and with packed weights.
 
-`TOKAMIX_BACKEND=eager` turns it off. Only linear layers are used in training, and only on AMD's processors: PyTorch
-gives them to MKL, which has no AVX-512 kernels there.
+`TOKAMIX_BACKEND=eager` turns it off. Only linear layers are used in training and under `torch.no_grad()`, and only on
+AMD's processors: PyTorch gives them to MKL, which has no AVX-512 kernels there.
 
 All else is used in `torch.inference_mode()` only, where nothing needs gradients. oneDNN reorders the weights of a layer
 in every call, which is slow compared with the product where a map has few pixels. So the reordered ("packed") weights
@@ -54,8 +54,11 @@ def usable(x: Tensor) -> bool:
 
 
 def usable_in_training(x: Tensor) -> bool:
-    """Whether `differentiable_linear` may be used for x: likewise, where gradients are needed."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not _is_amd():
+    """Whether `differentiable_linear` may be used for x: likewise, outside of inference mode.
+
+    Under `torch.no_grad()`, too: gradient checkpoints run their first pass there, and the second one must equal it.
+    """
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not _is_amd():
         return False
     return torch.autograd.forward_ad._current_level < 0 and _is_plain(x)  # forward-mode AD needs PyTorch's operators
 
