@@ -227,18 +227,6 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, tuple[int, ...]], str, str]] =
         " d = MatMul(a, c) e = Softmax<axis=-1>(d) f = MatMul(e, v) y = Abs(f)",
         "Split Reshape LayerNormalization Reshape LayerNormalization Transpose MatMul Softmax MatMul Abs",
     ),
-    "the mean over the tokens of one image": (
-        (6, 4),
-        {"s": (1, 2, 3, 4), "axes": (1, 2)},
-        "a = Gelu(x) b = Reshape(a, s) m = ReduceMean<keepdims=0>(b, axes) y = Abs(m)",
-        "Gelu ReduceMean Abs",
-    ),
-    "the mean over the tokens of two images": (
-        (6, 4),
-        {"s": (2, 3, 4), "axes": (1,)},
-        "a = Softmax(x) b = Reshape(a, s) m = ReduceMean<keepdims=0>(b, axes) y = Abs(m)",
-        "Softmax Reshape ReduceMean Abs",
-    ),
     "weights of channels": (
         (6, 4),
         {"s": (1, 6, 4), "W": (4, 4), "t": (1, 1, 4), "axes": (0,)},

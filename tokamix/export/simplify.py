@@ -442,21 +442,6 @@ def sink_axes(node: Any) -> bool:
     return reshape(node, moved)
 
 
-def reduce_rows(node: Any) -> bool:
-    """A mean or sum over the tokens of one image, which are rows in front of a Reshape -> over the rows."""
-    before, shape = producer_of(node.inputs[0], "Reshape", uses=None), shape_of(node.inputs[0])
-    rows = None if before is None else shape_of(before.inputs[0])
-    if before is None or rows is None or shape is None or len(rows) != 2 or (shape[0], shape[-1]) != (1, rows[-1]):
-        return False
-    axes = constant_of(node.inputs[1]) if len(node.inputs) > 1 else None
-    if axes is None or sorted(axes % len(shape)) != [*range(1, len(shape) - 1)]:
-        return False
-    if node.attributes.get_int("keepdims", 1):
-        return False
-    inputs = [before.inputs[0], add_constant(node, np.array([0], np.int64))]
-    return replace(node, add_node(node, node.op_type, inputs, node, keepdims=1))
-
-
 def join_reshapes(node: Any) -> bool:
     """Two equal Reshapes of one value -> one."""
     shape = shape_of(node.outputs[0])
@@ -494,8 +479,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "Mul": (fold_scale, drop_axes),
     "MatMul": (drop_axes,),
     "Softmax": (sink_reshape,),
-    "ReduceMean": (reduce_rows,),
-    "ReduceSum": (reduce_rows,),
     "Add": (to_gemm, sink_reshapes),
     "LayerNormalization": (norm_tokens, norm_rows, fold_norm, sink_reshape),
     "Gather": (gather_rows, gather_early, join_gathers),
