@@ -219,14 +219,6 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, tuple[int, ...]], str, str]] =
         "a = Reshape(x, s) b = Softmax<axis=-1>(a) c = MatMul(b, W) y = Abs(c)",
         "Softmax MatMul Abs",
     ),
-    "normed queries and keys of heads": (
-        (1, 9, 4, 5),
-        {"G": (5,), "B": (5,), "p": (3, 3, 3)},
-        "q, k, v = Split<axis=1>(x, p) a = LayerNormalization<axis=-1>(q, G, B)"
-        " b = LayerNormalization<axis=-1>(k, G, B) c = Transpose<perm=[0, 1, 3, 2]>(b)"
-        " d = MatMul(a, c) e = Softmax<axis=-1>(d) f = MatMul(e, v) y = Abs(f)",
-        "Split Reshape LayerNormalization Reshape LayerNormalization Transpose MatMul Softmax MatMul Abs",
-    ),
     "weights of channels": (
         (6, 4),
         {"s": (1, 6, 4), "W": (4, 4), "t": (1, 1, 4), "axes": (0,)},

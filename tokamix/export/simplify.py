@@ -362,9 +362,7 @@ def norm_tokens(node: Any) -> bool:
     shape = shape_of(node.inputs[0])
     if shape is None or len(shape) < 4 or node.attributes.get_int("axis", -1) != -1:
         return False
-    parts = [producer_of(node.inputs[0], kind, uses=None) for kind in ("Split", "Gather")]  # queries or keys
-    heads = len(shape) == 4 and shape[0] == 1 and parts != [None, None]
-    return _norm_shaped(node, shape[1:] if heads else (shape[0], math.prod(shape[1:-1]), shape[-1]))
+    return _norm_shaped(node, (shape[0], math.prod(shape[1:-1]), shape[-1]))
 
 
 def norm_rows(node: Any) -> bool:
