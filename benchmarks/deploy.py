@@ -62,11 +62,11 @@ LIMITS = (
     "(Zen 5); of the models at 224 px, each path was timed 14 to 29 times. On an earlier AMD EPYC, whose speed "
     "changed within minutes, stvit_small in int8 was 2.5x to 3.3x as fast as eager mode, and ONNX Runtime 0.93x to "
     "1.3x.",
-    "- **Two of five runs of atmnet_tiny** had its files 20 to 30 % slower than the other three (ONNX Runtime 44 ms, 0.98x"
-    " eager mode), within a process always the same; the cause is unknown.",
+    "- **Two of five runs of atmnet_tiny** had its files 20 to 30 % slower than the other three (ONNX Runtime 44 ms,"
+    " 0.98x eager mode), within a process always the same; the cause is unknown.",
     "- **stvit_small in eager mode** was 1.4x (two runs), 1.57x, 1.6x to 1.8x (four) and 1.7x to 1.9x (three) as fast"
-    " as the authors' operators on the earlier processor, and 1.40x, 1.41x, 1.46x, 1.56x and 1.74x on this one. Of 36 ms, "
-    "oneDNN's linear layers take 17, which is near the limit of the cores, convolutions 3.5, attention 3.4, and the "
+    " as the authors' operators on the earlier processor, and 1.40x, 1.41x, 1.46x, 1.56x and 1.74x on this one. Of 36"
+    " ms, oneDNN's linear layers take 17, which is near the limit of the cores, convolutions 3.5, attention 3.4, and the "
     "rest is the host: the setup of 97 calls of oneDNN, small operators of the super tokens, and the check that "
     "packed weights are current.",
     "- **AOTInductor on a GPU** is not measured: with torch 2.11, compiling STViT's package for several images failed"
