@@ -66,8 +66,8 @@ LIMITS = (
     " 0.98x eager mode), within a process always the same; the cause is unknown.",
     "- **stvit_small in eager mode** was 1.4x (two runs), 1.57x, 1.6x to 1.8x (four) and 1.7x to 1.9x (three) as fast"
     " as the authors' operators on the earlier processor, and 1.40x, 1.41x, 1.46x, 1.56x and 1.74x on this one. Of 36"
-    " ms, oneDNN's linear layers take 17, which is near the limit of the cores, convolutions 3.5, attention 3.4, and the "
-    "rest is the host: the setup of 97 calls of oneDNN, small operators of the super tokens, and the check that "
+    " ms oneDNN's linear layers take 17, which is near the limit of the cores, convolutions 3.5, attention 3.4, and the"
+    " rest is the host: the setup of 97 calls of oneDNN, small operators of the super tokens, and the check that "
     "packed weights are current.",
     "- **AOTInductor on a GPU** is not measured: with torch 2.11, compiling STViT's package for several images failed"
     " in Inductor (pytorch issue 178676; `tokamix export` works around it since), and no other package was ready "

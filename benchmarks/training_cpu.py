@@ -4,9 +4,9 @@
 
 Trains on noise as `tokamix train` does. Rounds in which the augmentation computes all images, and those that need it
 alone (`tokamix.data.images.augment._apply_to`), follow each other in one process, and rounds with PyTorch's own linear
-layers instead of oneDNN's (`tokamix.ops.cpu`). Prints the median of each part of a
-step: the wall time, and the process's CPU time, which other programs change less. `--bf16` measures autocast as well,
-`--kernels 20` prints operators, `--evaluate` measures the evaluation of as many images as the batch has, eight times.
+layers instead of oneDNN's (`tokamix.ops.cpu`). Prints the median of each part of a step: the wall time, and the
+process's CPU time, which other programs change less. `--bf16` measures autocast as well, `--kernels 20` prints
+operators, `--evaluate` measures the evaluation of as many images as the batch has, eight times.
 GOMP_SPINCOUNT and OMP_NUM_THREADS are read when the process starts: compare them from the shell.
 """
 
