@@ -363,9 +363,9 @@ def node_lines(rows: list[dict[str, str]]) -> list[str]:
         " weighted means. Two transposes in a row, from a convolution's map to cells, would be one node, but ONNX"
         " Runtime copies that one element by element: 8 % more time.",
         "",
-        "A block of ATMNet has 39 nodes, and 15 more where it predicts offsets: 8 linear layers, 2 norms, 2 GELUs, 2"
+        "A block of ATMNet has 40 nodes, and 15 more where it predicts offsets: 8 linear layers, 2 norms, 2 GELUs, 2"
         " additions, 7 for samples (padding, 2 gathers, interpolation), 13 for the weights of three branches and their"
-        " sums, and 5 reshapes. `GridSample` would replace most of those for samples, but reads four neighbours"
+        " sums, and 6 reshapes. `GridSample` would replace most of those for samples, but reads four neighbours"
         " where two are needed. `ReduceL1` and `Sum` would save more nodes, but not time: ONNX Runtime's `ReduceL1`"
         " takes two to twenty times as long as `Abs` and `ReduceSum`. ONNX has no operator for any of these mixers."
         " Runtimes fuse many of these nodes when they open a file: the column *x eager* shows what is left of their"
