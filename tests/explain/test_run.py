@@ -29,7 +29,7 @@ def test_command(photo, classifier_run, tmp_path) -> None:
     assert int(re.search(r"(\d+) figures", text)[1]) == len(figures)
     page = (out / "index.html").read_text()
     assert "cat &amp; dog.png" in page
-    command = f"tokamix explain {photo} --model {classifier_run} --data {photo.parent} --token 0.2,0.7"
+    command = f"tokamix explain 'cat & dog.png' --model {classifier_run} --data FOLDER --token 0.2,0.7"
     assert f"Made by <code>{html.escape(command)}</code>" in page
     assert not re.search(r'(src|srcset)="(?!data:)', page)  # self-contained
     assert page.count("<section>") == len(figures) + 1

@@ -1,5 +1,6 @@
 """`explain`: figures and a page about what models do with one image, and over a folder of images."""
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -106,9 +107,9 @@ def explain(
         str(source) if isinstance(source, str | Path) else explainer.name
         for source, explainer in zip(_listed(models), explainers, strict=True)
     ]
-    weights = f" --checkpoint {checkpoint}" if checkpoint is not None else ""
-    folder = f" --data {data}" if data is not None else ""
-    command = _command(image if isinstance(image, str | Path) else "IMAGE", sources, f"{weights}{folder}", position)
+    options = ["--checkpoint", str(checkpoint)] if checkpoint is not None else []
+    options += ["--data", "FOLDER"] if data is not None else []
+    command = _command(name if isinstance(image, str | Path) else "IMAGE", sources, options, position)
     write_text(page, _render(name, explanations, position, sections, command))
     return ExplainResult(page, files, explanations, statistics)
 
@@ -254,8 +255,9 @@ def _render(
     return render_page(title, lead, facts, sections, command)
 
 
-def _command(image: str | Path, sources: Sequence[str], options: str, position: tuple[float, float]) -> str:
-    """The command that makes the page."""
+def _command(image: str, sources: Sequence[str], options: Sequence[str], position: tuple[float, float]) -> str:
+    """The command that makes the page, without the folders of images: the page is sent to others."""
     first, *others = sources
-    compared = f" --compare {','.join(others)}" if others else ""
-    return f"tokamix explain {image} --model {first}{compared}{options} --token {position[0]:g},{position[1]:g}"
+    compared = ["--compare", ",".join(others)] if others else []
+    token = f"{position[0]:g},{position[1]:g}"
+    return shlex.join(["tokamix", "explain", image, "--model", first, *compared, *options, "--token", token])

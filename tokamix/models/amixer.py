@@ -62,10 +62,10 @@ class PatchMerging(nn.Module):
         if dispatch.is_exporting_fixed(*x.shape[1:3]):  # one gather of tokens instead of a transpose between reshapes
             rows, columns = (torch.arange(n, device=x.device).unflatten(0, (-1, 2)) for n in x.shape[1:3])
             order = rows[:, None, :, None] * x.shape[2] + columns[:, None, :]  # (H/2, W/2, 2, 2)
-            merged = x.flatten(1, 2).index_select(1, order.flatten()).unflatten(1, order.shape)
-            return self.proj(self.norm(merged.flatten(3)))
-        x = x.unflatten(2, (x.shape[2] // 2, 2)).unflatten(1, (x.shape[1] // 2, 2))
-        return apply_linear(self.proj, self.norm(x.transpose(2, 3).flatten(3)))
+            x = x.flatten(1, 2).index_select(1, order.flatten()).unflatten(1, order.shape)
+        else:
+            x = x.unflatten(2, (x.shape[2] // 2, 2)).unflatten(1, (x.shape[1] // 2, 2)).transpose(2, 3)
+        return apply_linear(self.proj, self.norm(x.flatten(3)))
 
 
 @register_notrace_module
